@@ -1,0 +1,132 @@
+"""The course's one command line: list, run, test, check, catalog."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import catalog
+from check_all import check_course
+from lessons import Course, UnknownLesson
+from testrun import run_tests, summary, table
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE = 900.0  # seconds for the tests of one lesson
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(prog="course", description="Distributed training from scratch: the lessons.")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the course's folder (default: where this file is)")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, action: Callable[[Course, argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(action=action)
+        return command
+
+    listing = add("list", list_lessons, "show the lessons as a table")
+    listing.add_argument("--json", action="store_true", help="as JSON, like catalog.json's list of lessons")
+    run = add("run", run_lesson, "run a lesson's demonstration; what follows -- is passed to it: run 81 -- --steps 40")
+    run.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
+    test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
+    test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
+    test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
+    add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
+    writing = add("catalog", write_catalog, "write catalog.json from the lessons")
+    writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
+    return parser
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
+    """Each command's options, so that the docs' commands can be checked."""
+    subparsers = next(item for item in parser._actions if isinstance(item, argparse._SubParsersAction))
+    return {name: set(command._option_string_actions) for name, command in subparsers.choices.items()}
+
+
+def list_lessons(course: Course, args: argparse.Namespace) -> int:
+    """A row a lesson. A lesson with a broken quiz or text is shown all the same."""
+    entries = catalog.entries(course)
+    if args.json:
+        print(json.dumps(entries, indent=2, ensure_ascii=False))
+        return 0
+    rows = []
+    for entry in entries:
+        needs = ", ".join(name[:2] for name in entry["prerequisites"])
+        quiz = "/".join(str(count) for count in entry["quiz"].values())
+        minutes = "?" if entry["minutes"] is None else str(entry["minutes"])
+        rows.append(
+            [entry["id"][:2], entry["title"] or "?", minutes, needs, quiz, str(entry["exercises"]), entry["path"]]
+        )
+    print(table(["no", "title", "minutes", "needs", "quiz", "exercises", "folder"], rows))
+    return 0
+
+
+def run_lesson(course: Course, args: argparse.Namespace) -> int:
+    """`python code/main.py ARGS` in the caller's folder."""
+    main = course.find(args.lesson).folder / "code" / "main.py"
+    if not main.is_file():
+        raise UnknownLesson(f"lesson {args.lesson} has no {main.relative_to(course.root).as_posix()}")
+    code = subprocess.call([sys.executable, str(main), *args.passed_on])
+    return code if code >= 0 else 128 - code  # as a shell says it when a signal ended the process
+
+
+def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:
+    """A process a folder of tests; a table at the end; 1 if one failed or ran no test."""
+    if args.lesson is not None:
+        lesson = course.find(args.lesson)
+        folders = [(lesson.id, lesson.folder / "tests")]
+    else:
+        folders = [(lesson.id, lesson.folder / "tests") for lesson in course.lessons]
+        folders.append(("scripts", course.root / "scripts" / "tests"))
+    runs = []
+    for name, folder in folders:
+        print(f"== {name}", flush=True)
+        runs.append(run_tests(name, folder, args.deadline))
+    print(f"\n{summary(runs)}")
+    return 0 if all(run.result == "ok" for run in runs) else 1
+
+
+def check(course: Course, args: argparse.Namespace) -> int:
+    """All checks; `path:line: message` a fault, 1 if there is one."""
+    faults = check_course(course, options_of(build_parser()))
+    for fault in faults:
+        print(fault)
+    print(
+        f"{len(course.lessons)} lessons checked, {len(faults)} fault{'' if len(faults) == 1 else 's'}", file=sys.stderr
+    )
+    return 1 if faults else 0
+
+
+def write_catalog(course: Course, args: argparse.Namespace) -> int:
+    """Write catalog.json, or compare it."""
+    if not args.check:
+        catalog.write(course)
+        print(f"{catalog.FILE}: {len(course.lessons)} lessons")
+        return 0
+    faults = catalog.check_catalog(course)
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 2 if the command line is wrong or names an unknown lesson."""
+    argv = sys.argv[1:] if argv is None else argv
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv[:cut])
+    args.passed_on = argv[cut + 1 :]
+    if args.passed_on and args.command != "run":
+        parser.error("only run passes anything on after --")
+    try:
+        return args.action(Course(args.root), args)
+    except UnknownLesson as error:
+        print(f"course: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
