@@ -1,0 +1,308 @@
+"""`Comm`: the one interface through which lessons 77-81 communicate.
+
+`TorchComm` runs it on a `torch.distributed` group (gloo, NCCL), `MeshComm` on this lesson's own collectives over any
+`Mesh`. Code written against `Comm` runs unchanged on GPUs, on CPU processes and in the virtual cluster.
+"""
+
+import copy
+import functools
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import collectives
+import flight
+import torch
+import torch.distributed as dist
+import wire
+from mesh import Mesh, must_agree
+
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
+
+
+@dataclass
+class CommCounters:
+    """What was asked of a `Comm`: number of calls and payload bytes (the T of the formulas), by operation."""
+
+    calls: Counter = field(default_factory=Counter)
+    bytes: Counter = field(default_factory=Counter)
+    control_calls: int = 0
+
+    def count(self, operation: str, *tensors: torch.Tensor) -> None:
+        """Record one call."""
+        self.calls[operation] += 1
+        self.bytes[operation] += sum(t.numel() * t.element_size() for t in tensors)
+
+
+class Work:
+    """Something launched. `wait()` returns when its results may be used; calling it again does nothing."""
+
+    def __init__(self, name: str, wait=None):
+        self._name, self._wait = name, wait
+
+    def wait(self) -> None:
+        """Block until done (on a GPU: make the current stream wait)."""
+        if self._wait is not None:
+            with flight.waiting(self._name):
+                self._wait()
+            self._wait = None
+
+
+class Comm:
+    """A group of ranks. All ranks of it make the same calls in the same order.
+
+    Every call first lets the ranks compare operation, shape and dtype, and raises the same ValueError on all of them
+    before anything is changed. Code that has agreed on its whole plan in advance uses `unchecked()` instead.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __init__(self):
+        self.counters, self.checks = CommCounters(), True
+
+    def unchecked(self) -> "Comm":
+        """Return this communicator without the comparison before each call; counters are shared."""
+        other = copy.copy(self)
+        other.checks = False
+        return other
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Replace `x` by its sum (avg, max) over all ranks. avg needs floating-point elements."""
+        self._check("all_reduce", x, op=op)
+        return self._run("all_reduce", x, lambda: self._all_reduce(x, op), async_op)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Fill `out` with chunk `rank` of the sum of `x` (N x out elements). `out` may be x's own slice."""
+        self._check("reduce_scatter", x, out, x.numel(), self.world_size * out.numel(), op=op)
+        return self._run("reduce_scatter", x, lambda: self._reduce_scatter(out, x, op), async_op)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False) -> Work:
+        """Fill `out` (N x x elements) with all ranks' `x`, in rank order. `x` may be out's own slice."""
+        self._check("all_gather", x, out, out.numel(), self.world_size * x.numel())
+        return self._run("all_gather", out, lambda: self._all_gather(out, x), async_op)
+
+    def broadcast(self, x: torch.Tensor, src: int = 0, async_op: bool = False) -> Work:
+        """Replace `x` by rank `src`'s (a rank of this group)."""
+        self._check_rank(src, "src")
+        self._check("broadcast", x, src=src)
+        return self._run("broadcast", x, lambda: self._broadcast(x, src), async_op)
+
+    def exchange(self, sends: list, recvs: list) -> Work:
+        """Post sends and receives, lists of (tensor, peer, tag), together. Received tensors are filled after `wait()`.
+
+        A received message must have its tensor's shape and dtype. NCCL ignores tags: there the order of posting between
+        two ranks is the tag.
+        """
+        for _tensor, peer, _tag in [*sends, *recvs]:
+            self._check_rank(peer, "peer")
+            if peer == self.rank:
+                raise ValueError(f"rank {self.rank} cannot exchange with itself")
+        self.counters.count("exchange", *(tensor for tensor, _, _ in sends))
+        flight.enter("exchange")
+        work = Work("exchange", self._exchange(sends, recvs))
+        flight.leave("exchange")
+        return work
+
+    def agree(self, facts) -> list:
+        """Return the facts (a small JSON value) of every rank, in rank order, on every rank. Also a barrier."""
+        self.counters.control_calls += 1
+        with flight.inside("agree"):
+            return self._agree(facts)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised 1-d buffer on this group's device."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def split(self, color: int, key: int = 0) -> "Comm":
+        """Return the communicator of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
+        raise NotImplementedError
+
+    def _run(self, name: str, payload: torch.Tensor, launch, async_op: bool) -> Work:
+        self.counters.count(name, payload)
+        flight.enter(name)
+        work = Work(name, launch())
+        flight.leave(name)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _check(self, name, x, out=None, have=0, want=0, op="sum", src=0) -> None:
+        for tensor in (x,) if out is None else (x, out):
+            if tensor.device.type != self.device.type:
+                raise ValueError(f"{name}: tensor on {tensor.device}, but this group works on {self.device}")
+        if out is not None and out.dtype != x.dtype:
+            raise ValueError(f"{name}: input is {x.dtype}, output {out.dtype}")
+        if have != want:
+            raise ValueError(f"{name}: {self.world_size} ranks, {x.numel()} elements in, {out.numel()} out do not fit")
+        collectives.check_reduction(op, x.dtype)
+        if self.checks:
+            facts = {"operation": name, "shape": list(x.shape), "dtype": wire.dtype_name(x.dtype)}
+            must_agree(self, "a collective", facts | {"reduction": op, "source": src})
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(f"{what} must be a rank from 0 to {self.world_size - 1}, got {rank!r}")
+
+
+class TorchComm(Comm):
+    """`Comm` over a `torch.distributed` process group; None means the default group."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError("there is no process group: call this from a worker of run_ranks")
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._backends = dist.get_backend_config(group)
+        cuda = "nccl" in self._backends
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._control_device = torch.device("cpu") if "gloo" in self._backends else self.device
+        self._splits = 0
+
+    def _all_reduce(self, x, op):
+        if op == "avg" and self.device.type == "cuda":
+            return self._launch(dist.all_reduce, x, op=dist.ReduceOp.AVG)
+        # On gloo the mean is a sum and a division: the same bits on every version of torch.
+        after = (lambda: x.detach().div_(self.world_size)) if op == "avg" else None
+        return self._launch(dist.all_reduce, x, after=after, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+
+    def _reduce_scatter(self, out, x, op):
+        after = (lambda: out.detach().div_(self.world_size)) if op == "avg" else None
+        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        call = functools.partial(_reduce_scatter_single, input=x.detach().reshape(-1), op=reduce_op)
+        return self._launch(call, out, flat=True, after=after)
+
+    def _all_gather(self, out, x):
+        # `call` is a positional-input wrapper: the parameter names differ between versions of torch.
+        flat = x.detach().reshape(-1)
+        return self._launch(lambda o, **kw: _all_gather_single(o, flat, **kw), out, flat=True)
+
+    def _broadcast(self, x, src):
+        return self._launch(dist.broadcast, x, group_src=src)
+
+    def _launch(self, call, x, flat=False, after=None, **options):
+        """Launch asynchronously on contiguous memory; return a function that waits and finishes."""
+        x = x.detach()
+        contiguous = x.contiguous()  # gloo ignores strides and would read and write the wrong elements
+        handle = call(contiguous.view(-1) if flat else contiguous, group=self.group, async_op=True, **options)
+
+        def finish():
+            handle.wait()
+            if contiguous is not x:
+                x.copy_(contiguous)
+            if after is not None:
+                after()
+
+        return finish
+
+    def _exchange(self, sends, recvs):
+        copies = [(t.detach(), t.detach().contiguous()) for t, _, _ in recvs]
+        if self.device.type == "cuda":
+            ops = [
+                dist.P2POp(dist.isend, t.detach().contiguous(), group=self.group, group_peer=peer)
+                for t, peer, _ in sends
+            ]
+            ops += [
+                dist.P2POp(dist.irecv, c, group=self.group, group_peer=peer)
+                for (_, c), (_, peer, _) in zip(copies, recvs, strict=True)
+            ]
+            handles = dist.batch_isend_irecv(ops) if ops else []
+        else:
+            handles = [
+                dist.irecv(c, group=self.group, group_src=peer, tag=tag)
+                for (_, c), (_, peer, tag) in zip(copies, recvs, strict=True)
+            ]
+            handles += [
+                dist.isend(t.detach().contiguous(), group=self.group, group_dst=peer, tag=tag) for t, peer, tag in sends
+            ]
+
+        def finish():
+            for handle in handles:
+                handle.wait()
+            for tensor, filled in copies:
+                if filled is not tensor:
+                    tensor.copy_(filled)
+
+        return finish
+
+    def _agree(self, facts):
+        data = json.dumps(facts).encode()
+        everyone = self._gather_bytes(len(data).to_bytes(4, "big") + data[:_AGREE_BYTES], 4 + _AGREE_BYTES)
+        longest = max(int.from_bytes(item[:4], "big") for item in everyone)
+        if longest > _AGREE_BYTES:
+            everyone = self._gather_bytes(len(data).to_bytes(4, "big") + data, 4 + longest)
+        return [json.loads(item[4 : 4 + int.from_bytes(item[:4], "big")]) for item in everyone]
+
+    def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._control_device)
+        everyone = torch.empty(self.world_size * size, dtype=torch.uint8, device=self._control_device)
+        _all_gather_single(everyone, mine, group=self.group)
+        return [wire.tensor_to_bytes(item) for item in everyone.chunk(self.world_size)]
+
+    def split(self, color: int, key: int = 0) -> "TorchComm":
+        """Return the communicator of the ranks that gave the same color. All ranks call it.
+
+        Raises ValueError on all ranks if keys would change the order of ranks: a torch.distributed group keeps it.
+        """
+        everyone = self.agree([color, key])
+        mine = None
+        for (a, one), (b, two) in itertools.combinations(everyone, 2):
+            if a == b and one > two:
+                raise ValueError(f"keys must not change the order of ranks, got {[k for _, k in everyone]}")
+        for each in sorted({c for c, _ in everyone}):  # new_group is called by all ranks, for all groups, in one order
+            members = [r for r, (c, _) in enumerate(everyone) if c == each]
+            parent = self.group if self.group is not None else dist.group.WORLD
+            group = dist.new_group([dist.get_global_rank(parent, r) for r in members], backend=self._backends)
+            mine = group if each == color else mine
+        return TorchComm(mine)
+
+
+class MeshComm(Comm):
+    """`Comm` through lesson 76's own collectives, over any `Mesh`. Launched work is complete when the call returns."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.rank, self.world_size, self.device = mesh.rank, mesh.world_size, torch.device("cpu")
+
+    def _all_reduce(self, x, op):
+        x.detach().copy_(collectives.ring_allreduce(self.mesh, x, op, check=False))
+
+    def _reduce_scatter(self, out, x, op):
+        chunk = collectives.reduce_scatter(self.mesh, x.reshape(-1), op, check=False)
+        out.detach().copy_(chunk.view(out.shape))
+
+    def _all_gather(self, out, x):
+        out.detach().copy_(collectives.allgather(self.mesh, x.reshape(-1), check=False).view(out.shape))
+
+    def _broadcast(self, x, src):
+        x.detach().copy_(collectives.broadcast(self.mesh, x, src, check=False))
+
+    def _exchange(self, sends, recvs):
+        for tensor, peer, tag in sends:
+            self.mesh.send(peer, tensor, tag, lone=False)
+
+        def finish():
+            for tensor, peer, tag in recvs:
+                got = self.mesh.recv(peer, tag)
+                if (got.shape, got.dtype) != (tensor.shape, tensor.dtype):
+                    raise ValueError(
+                        f"rank {self.rank} expected {tensor.dtype} {tuple(tensor.shape)} from rank {peer} (tag {tag}), "
+                        f"got {got.dtype} {tuple(got.shape)}"
+                    )
+                tensor.detach().copy_(got)
+
+        return finish
+
+    def _agree(self, facts):
+        return self.mesh.agree(facts)
+
+    def split(self, color: int, key: int = 0) -> "MeshComm":
+        """Return the communicator of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
+        self.counters.control_calls += 1
+        return MeshComm(self.mesh.split(color, key))

@@ -1,0 +1,47 @@
+"""`TorchMesh`: a mesh over torch.distributed's point-to-point messages: our collectives run wherever a group does."""
+
+from collections import defaultdict, deque
+
+import torch
+import torch.distributed as dist
+from mesh import Mesh
+
+_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype)
+)
+_in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
+_MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
+
+
+class TorchMesh(Mesh):
+    """A mesh over a process group (default: the world). Waits end with the group's own timeout.
+
+    Each message is a header of fixed size, then the payload: the receiver learns dtype and shape before it posts the
+    receive, so no message can land in a buffer of another kind. CPU tensors over gloo.
+    """
+
+    def __init__(self, group=None):
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group, self._stash = group, defaultdict(deque)
+
+    def _post(self, dst, tag, stamp, tensor, lone):
+        if tensor.dim() > _MAX_DIM:
+            raise ValueError(f"a message may have {_MAX_DIM} dimensions, this tensor has {tensor.dim()}")
+        sizes = [*tensor.shape, *[0] * (_MAX_DIM - tensor.dim())]
+        header = torch.tensor([*tag, stamp, _DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
+        for part in (header, tensor.reshape(-1).clone()):
+            if part.numel():
+                _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
+        while _in_flight and _in_flight[0][0].is_completed():
+            _in_flight.popleft()  # gloo reads a message's memory until it has left
+
+    def _take(self, src, tag):
+        while not self._stash[src, tag]:
+            header = torch.empty(5 + _MAX_DIM, dtype=torch.int64)
+            dist.recv(header, group=self._group, group_src=src)
+            context, its_tag, stamp, dtype, dim, *sizes = header.tolist()
+            tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype])
+            if tensor.numel():
+                dist.recv(tensor.view(-1), group=self._group, group_src=src)
+            self._stash[src, (context, its_tag)].append((stamp, tensor))
+        return self._stash[src, tag].popleft()
