@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 from check_names import QUOTE, is_quote
@@ -38,21 +37,21 @@ def _segments(block: Block) -> list[tuple[int, list[str]]]:
     return trimmed
 
 
-def _dedented(lines: list[str]) -> list[str]:
-    return textwrap.dedent("\n".join(lines)).split("\n")
-
-
 def find_run(lines: list[str], source: list[str], start: int) -> tuple[int | None, int]:
-    """Where `lines` stand in `source` from `start` on, a common indent aside.
+    """Where `lines` stand in `source` from `start` on; all of them may have lost the same indent.
 
     Returns (index after the run, len(lines)), or (None, how many of the lines the best attempt matched).
     """
-    wanted, best = _dedented(lines), 0
-    for at in range(start, len(source) - len(lines) + 1):
-        window = _dedented(source[at : at + len(lines)])
-        if window == wanted:
-            return at + len(lines), len(lines)
-        matched = next((i for i, (a, b) in enumerate(zip(window, wanted, strict=True)) if a != b), len(lines))
+    best = 0
+    for at in range(start, len(source)):
+        indent = " " * (len(source[at]) - len(lines[0]))
+        shifted = [indent + line if line else "" for line in lines]
+        window = source[at : at + len(lines)]
+        matched = next(
+            (i for i, pair in enumerate(zip(window, shifted, strict=False)) if pair[0] != pair[1]), len(window)
+        )
+        if matched == len(lines):
+            return at + len(lines), matched
         best = max(best, matched)
     return None, best
 

@@ -38,7 +38,8 @@ class Header:
     @property
     def prerequisites(self) -> tuple[list[str], list[str]]:
         """Lesson numbers or ids, and plain skills, of `**Prerequisites:** 76, 77; Python basics`."""
-        items = [item.strip() for item in re.split("[;,]", self.fields.get("Prerequisites", "")) if item.strip()]
+        text = re.sub(r"(?i)\blessons?\s+(?=\d)", "", self.fields.get("Prerequisites", ""))
+        items = [item.strip() for item in re.split("[;,]", text) if item.strip()]
         numbers = [item for item in items if re.match(r"^\d+(-[a-z0-9-]+)?$", item)]
         return numbers, [item for item in items if item not in numbers]
 

@@ -56,6 +56,8 @@ def run_tests(name: str, folder: Path, deadline: float) -> Outcome:
         process.kill()
         process.wait()
     reader.join(timeout=5)
+    if not reader.is_alive():
+        process.stderr.close()
     text = b"".join(kept).decode(errors="replace")
     ran, skipped = _RAN.findall(text), _SKIPPED.findall(text)
     seconds = time.monotonic() - begin
