@@ -1,0 +1,164 @@
+"""Flat buffers whose views are the parameters and gradients of a module.
+
+A collective wants one long tensor, a module has many small ones. So the memory is laid out flat and the module's
+tensors are made views of it: nothing is copied after a collective, and an optimizer can treat a shard as one tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import wire
+from mesh import must_agree
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a flat buffer: elements `start` to `end`."""
+
+    name: str
+    param: nn.Parameter
+    start: int
+    end: int
+
+
+class FlatUnit:
+    """Parameters of one dtype, laid end to end in the order given; the unit of one collective.
+
+    `grad` is the flat gradient, `data` (after `own_parameters`) the flat parameters. Both have `padded` elements:
+    `numel` rounded up to a multiple of `multiple`, so that N ranks can have equal shards. The padding stays zero.
+    """
+
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm, multiple: int = 1, extra: int = 0):
+        self.slots, start = [], 0
+        for name, param in named_params:
+            self.slots.append(Slot(name, param, start, start + param.numel()))
+            start += param.numel()
+        self.numel, self.padded = start, -(-start // multiple) * multiple
+        self.dtype = named_params[0][1].dtype
+        self._comm = comm
+        self.memory = comm.empty(
+            self.padded + extra, self.dtype
+        ).zero_()  # `extra`: room that travels with the gradient
+        self.grad = self.memory[: self.padded]
+        self.views = [self.grad[slot.start : slot.end].view(slot.param.shape) for slot in self.slots]
+        self.data: torch.Tensor | None = None
+
+    def take_grad(self, index: int) -> None:
+        """Make parameter `index`'s gradient, which autograd or a user has set, the view of `grad`."""
+        param, view = self.slots[index].param, self.views[index]
+        if param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
+
+    @torch.no_grad()
+    def own_parameters(self) -> None:
+        """Move the parameters into one flat buffer: each `param.data` becomes a view of `data`."""
+        self.data = self._comm.empty(self.padded, self.dtype).zero_()
+        for slot in self.slots:
+            view = self.data[slot.start : slot.end].view(slot.param.shape)
+            view.copy_(slot.param)
+            slot.param.data = view
+
+
+def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of all that require a gradient, tied ones once.
+
+    Raises ValueError if there are none, or if one is complex (a flat buffer would lose its imaginary part).
+    """
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    if not named:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to train"
+        )
+    for name, param in named:
+        if param.is_complex():
+            raise ValueError(f"parameter {name} is {param.dtype}: complex parameters are not supported")
+    return named
+
+
+def plan_units(named_params: list, cap_bytes: int, first_cap_bytes: int | None = None) -> list[list]:
+    """Group parameters into units of at most `cap_bytes` (one larger parameter alone), one dtype a unit.
+
+    Units come in the *reverse* of the module's order, which is roughly the order in which backward finishes gradients.
+    The first may have a smaller cap, so that communication starts early.
+    """
+    units, open_units = [], {}
+    for name, param in reversed(named_params):
+        size = param.numel() * param.element_size()
+        unit = open_units.get(param.dtype)
+        cap = first_cap_bytes if unit is not None and unit is units[0] and first_cap_bytes else cap_bytes
+        if unit is None or sum(p.numel() * p.element_size() for _, p in unit) + size > cap:
+            unit = open_units[param.dtype] = []
+            units.append(unit)
+        unit.append((name, param))
+    return units
+
+
+def module_facts(module: nn.Module) -> dict:
+    """Return what all ranks' modules must have in common: for each name its kind, shape, dtype, layout, and tie."""
+    facts, first_name = {}, {}
+    named = [("parameter", *item) for item in module.named_parameters(remove_duplicate=False)]
+    named += [("buffer", *item) for item in module.named_buffers(remove_duplicate=False)]
+    for kind, name, tensor in named:
+        tied_to = first_name.setdefault(id(tensor), name)
+        layout = [list(tensor.shape), wire.dtype_name(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
+        facts[name] = [kind, *layout] + ([f"tied to {tied_to}"] if tied_to != name else [])
+    return facts
+
+
+@torch.no_grad()
+def broadcast_tensors(comm, tensors: list[torch.Tensor], src: int = 0, cap_bytes: int = 25 << 20) -> None:
+    """Replace each tensor by rank `src`'s, a few in one message, so that small ones do not pay a latency each."""
+    for unit in plan_units([("", tensor) for tensor in tensors], cap_bytes):
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in unit])
+        comm.broadcast(flat, src)
+        for (_, tensor), values in zip(unit, flat.split([t.numel() for _, t in unit]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def sync_module(module: nn.Module, comm=None, src: int = 0) -> None:
+    """Make every rank's module equal to rank `src`'s: compare names, shapes, dtypes and layouts, then broadcast.
+
+    Raises the same ValueError on every rank, with nothing changed, if the modules differ in anything but values.
+    """
+    if comm is None:
+        from comm import TorchComm
+
+        comm = TorchComm()
+    must_agree(comm, "the model", module_facts(module))
+    broadcast_tensors(comm.unchecked(), [*module.parameters(), *module.buffers()], src)
+
+
+def flat_param_numel(module: nn.Module) -> int:
+    """Return the number of elements of all parameters, tied ones once."""
+    return sum(param.numel() for param in module.parameters())
+
+
+def gather_flat_params(module: nn.Module) -> torch.Tensor:
+    """Return a copy of all parameters as one tensor (P,), in the module's order. One dtype only."""
+    return _cat([param.detach() for param in module.parameters()])
+
+
+def gather_flat_grads(module: nn.Module) -> torch.Tensor:
+    """Return a copy of all gradients as one tensor (P,); a missing gradient counts as zeros."""
+    return _cat([torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()])
+
+
+@torch.no_grad()
+def scatter_flat_to_params(module: nn.Module, flat: torch.Tensor) -> None:
+    """Copy one tensor (P,) into the parameters, in the module's order. Raises ValueError if it has another length."""
+    if flat.shape != (flat_param_numel(module),):
+        raise ValueError(f"expected a tensor of shape ({flat_param_numel(module)},), got {tuple(flat.shape)}")
+    start = 0
+    for param in module.parameters():
+        param.copy_(flat[start : start + param.numel()].view(param.shape))
+        start += param.numel()
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if not tensors:
+        raise ValueError("the module has no parameters")
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"one flat tensor holds one dtype, got {sorted({str(tensor.dtype) for tensor in tensors})}")
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
