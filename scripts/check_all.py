@@ -7,7 +7,7 @@ from check_modules import check_machine_paths, check_module_names, check_sources
 from check_names import check_names
 from check_quiz import check_answers, check_quiz
 from check_quotes import check_quotes, check_texts
-from check_shape import check_folders, check_public_names, check_shape, check_top_level
+from check_shape import check_folders, check_public_names, check_search_paths, check_shape, check_top_level
 from codeindex import CodeIndex
 from faults import Fault
 from lessons import Course, Lesson
@@ -15,6 +15,7 @@ from lessons import Course, Lesson
 COURSE_CHECKS = (
     check_top_level,
     check_folders,
+    check_search_paths,
     check_module_names,
     check_sources,
     check_machine_paths,

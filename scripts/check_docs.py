@@ -149,7 +149,8 @@ def check_map(course: Course) -> list[Fault]:
             faults.append(Fault("README.md", own[1][0] if own else 1, message))
             continue
         number, line = own[0]
-        for wanted in (lesson.header.title, f"{lesson.header.minutes} min"):
+        minutes = lesson.header.minutes
+        for wanted in (lesson.header.title, f"{minutes} min" if minutes else None):
             if wanted and wanted not in line:
                 faults.append(Fault("README.md", number, f"the row of {lesson.id} does not say {wanted!r}"))
     return faults

@@ -37,6 +37,14 @@ def check_folders(course: Course) -> list[Fault]:
     return sorted(faults)
 
 
+def check_search_paths(course: Course) -> list[Fault]:
+    """pyproject.toml tells editors where each lesson's modules are."""
+    text = read_text(course.root / "pyproject.toml") or ""
+    wanted = [lesson.rel("code") for lesson in course.lessons]
+    missing = [path for path in wanted if f'"{path}"' not in text]
+    return [Fault("pyproject.toml", 1, f'"{path}" is missing from the editors\' search paths') for path in missing]
+
+
 def check_shape(lesson: Lesson) -> list[Fault]:
     """docs/en.md, code/main.py, quiz.json and at least one tests/test_*.py exist and are not empty."""
     faults = []

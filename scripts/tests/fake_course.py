@@ -242,7 +242,8 @@ class FakeCourse(unittest.TestCase):
         self.root = Path(holder.name).resolve()
         self.put("README.md", README)
         self.put("LICENSE", "Do as you like.\n")
-        self.put("pyproject.toml", "[project]\n")
+        paths = f'"{self.WHEELS}/code", "{self.CARTS}/code"'
+        self.put("pyproject.toml", f"[tool.pyright]\nextraPaths = [{paths}]\n")
         self.put(".gitignore", "__pycache__/\noutputs/\n")
         self.put("scripts/helper.py", '"""Help."""\n')
         call = "Wheel(3, size=2)"

@@ -31,6 +31,10 @@ class TestTopLevel(FakeCourse):
         self.put("run.txt", "x\n")  # not committed yet, but not ignored either
         self.assert_fault("run.txt", 1, "does not belong on the top level")
 
+    def test_editors_find_every_lesson(self):
+        self.replace("pyproject.toml", f'"{self.CARTS}/code"', "")
+        self.assert_fault("pyproject.toml", 1, f'"{self.CARTS}/code" is missing')
+
     def test_dot_files_and_ignored_folders_are_fine(self):
         self.put(".editorconfig", "x\n")
         self.put("outputs/plot.txt", "x\n")
