@@ -175,6 +175,8 @@ class DocNames:
 
     def _members(self, chain: list[str]) -> list[Target] | None:
         """What `module.name`, `Class.method` or `variable_called_like_a_module.method` may mean."""
+        if chain[-1].startswith("__") and chain[-1].endswith("__"):
+            return None  # Python's own
         module = self.index.module(self.aliases.get(chain[0], chain[0]), self.lesson)
         if module is None:
             classes = [target for target in self._named(chain[0]) if isinstance(target.node, ast.ClassDef)]

@@ -74,7 +74,7 @@ def _is_ellipsis(node: ast.AST) -> bool:
 def bind(signature: Signature, call: ast.Call, mention: bool = False) -> str | None:
     """Why the call does not bind, or None. `...`, `*args` and `**kwargs` leave open what else is passed.
 
-    A mention is inline code: there `name()` with nothing in it is only a way to say "the function".
+    A mention is inline code: there `name()` or `name(key=value)` may leave out what the text is not about.
     """
     given = [arg for arg in call.args if not _is_ellipsis(arg) and not isinstance(arg, ast.Starred)]
     is_open = len(given) < len(call.args) or any(keyword.arg is None for keyword in call.keywords)
@@ -90,7 +90,7 @@ def bind(signature: Signature, call: ast.Call, mention: bool = False) -> str | N
         if keyword.arg not in by_name and not signature.any_keyword:
             return f"there is no parameter {keyword.arg!r}"
         filled.add(keyword.arg)
-    if mention and not call.args and not call.keywords:
+    if mention and not call.args:
         return None
     missing = [name for name in signature.names if name in signature.required and name not in filled]
     if missing and not is_open:
