@@ -1,0 +1,166 @@
+"""Lesson 78: Adam whose state is cut into N shards: the training of one process, in a fraction of its memory."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+import demo  # 76: flags, tables, verdict
+import torch
+from comm import TorchComm  # 76: the interface to torch.distributed
+from flat import (  # 77: flat buffers whose views are the parameters
+    flat_param_numel,
+    gather_flat_grads,
+    gather_flat_params,
+    scatter_flat_to_params,
+)
+from memory import memory_table, model_state_bytes, shard_bounds  # 78: what the formulas say
+from ranks import run_ranks  # 76: N processes and their results
+from torch.optim.adam import adam  # PyTorch's own, to compare with
+from toy import MiniMLP, global_batch, rank_slice  # 77: a small model and its data
+from zero import ZeroOptimizer  # 78: the sharded optimizer
+
+__all__ = [
+    "MiniMLP",
+    "ZeroOptimizer",
+    "flat_param_numel",
+    "gather_flat_grads",
+    "gather_flat_params",
+    "memory_table",
+    "run_zero",
+    "scatter_flat_to_params",
+    "shard_bounds",
+]
+
+ROWS, LR, SEED = 8, 1e-2, 7
+
+
+def mse(module, batch, rank, world_size):
+    """Return the loss on one rank's rows of a global batch."""
+    x, y = (rank_slice(tensor, rank, world_size).to(next(module.parameters()).device) for tensor in batch)
+    return torch.nn.functional.mse_loss(module(x), y)
+
+
+def train(rank: int, world_size: int, steps: int, seed: int = SEED) -> dict:
+    """Be one rank: begin with a model of its own seed (the optimizer makes all equal), take `steps` steps."""
+    comm = TorchComm()
+    module = MiniMLP(seed=seed + rank).to(comm.device)
+    optimizer = ZeroOptimizer(module, world_size, rank, LR, comm=comm)
+    shard = optimizer.shards[0]
+    log = {"losses": [], "grads": [], "params": [gather_flat_params(module)]}
+    for step in range(steps):
+        loss = mse(module, global_batch(step, ROWS * world_size, seed=seed), rank, world_size)
+        loss.backward()
+        optimizer.reduce_gradients()  # step() would do it: here, to look at the mean gradient first
+        log["grads"].append(shard.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        log["losses"].append(loss.item())
+        log["params"].append(gather_flat_params(module))
+    return log | {
+        "shard_bytes": optimizer.shard_bytes(),
+        "memory": optimizer.memory(),
+        "calls": dict(comm.counters.calls),
+        "bytes": dict(comm.counters.bytes),
+    }
+
+
+def run_zero(world_size: int, steps: int, backend: str = "gloo") -> dict:
+    """Train on `world_size` ranks; return {rank: (its losses, final parameter norm, bytes of its optimizer state)}."""
+    logs = run_ranks(train, world_size, steps, backend=backend)
+    return {rank: (log["losses"], log["params"][-1].norm().item(), log["shard_bytes"]) for rank, log in enumerate(logs)}
+
+
+class TorchAdam:
+    """PyTorch's own Adam on one flat tensor (its functional form: the class would import torch._dynamo, 1.2 s)."""
+
+    def __init__(self, param: torch.Tensor):
+        self.param, self.count = param, torch.zeros(())
+        self.moments = torch.zeros_like(param), torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self, grad: torch.Tensor) -> torch.Tensor:
+        """Update and return the parameters."""
+        options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+        exp_avg, exp_avg_sq = self.moments
+        adam([self.param], [grad], [exp_avg], [exp_avg_sq], [], [self.count], foreach=False, lr=LR, **options)
+        return self.param
+
+
+def one_process(steps: int, world_size: int, seed: int, device: str) -> list[torch.Tensor]:
+    """Train on the same global batches in one process with torch's Adam; return the parameters after each step."""
+    module, params = MiniMLP(seed=seed).to(device), []
+    optimizer = TorchAdam(gather_flat_params(module))
+    for step in range(steps):
+        module.zero_grad()
+        mse(module, global_batch(step, ROWS * world_size, seed=seed), 0, 1).backward()  # the whole batch at once
+        scatter_flat_to_params(module, optimizer.step(gather_flat_grads(module)))
+        params.append(gather_flat_params(module).cpu())
+    return params
+
+
+def check_bits(claims: demo.Claims, logs: list) -> None:
+    """All ranks hold the same parameters: compared as bits, not only as norms."""
+    rows = [[rank, log["losses"][-1], log["params"][-1].double().norm().item()] for rank, log in enumerate(logs)]
+    demo.table(["rank", "last loss (its rows)", "parameter norm"], rows)
+    equal = all(torch.equal(a, b) for log in logs for a, b in zip(log["params"], logs[0]["params"], strict=True))
+    claims.check("after every step all ranks hold the same bits", equal)
+
+
+def check_adam(claims: demo.Claims, logs: list, device: str) -> None:
+    """Fed the ranks' own mean gradients, torch's Adam gives the same bits: sharding moves state, not arithmetic."""
+    total = logs[0]["params"][0].numel()
+    optimizer, equal = TorchAdam(logs[0]["params"][0].to(device)), True
+    for step in range(len(logs[0]["grads"])):
+        grad = torch.cat([log["grads"][step] for log in logs])[:total].to(device)
+        equal &= torch.equal(optimizer.step(grad).cpu(), logs[0]["params"][step + 1])
+    claims.check("sharded Adam = torch's Adam on the same gradients, bit for bit", equal)
+
+
+def check_against_torch(claims: demo.Claims, logs: list, seed: int, device: str) -> None:
+    """The trajectory is the one of torch.optim.Adam in a single process on the same global batches."""
+    steps = len(logs[0]["losses"])
+    reference = one_process(steps, len(logs), seed, device)
+    worst = [(a - b).abs().max().item() for a, b in zip(reference, logs[0]["params"][1:], strict=True)]
+    claims.check("parameters follow torch's Adam in one process", max(worst) < 1e-5, f"max |a-b| = {max(worst):.2g}")
+
+
+def check_cost(claims: demo.Claims, logs: list) -> None:
+    """Bytes held and bytes sent are the formulas'."""
+    world_size, steps, total = len(logs), len(logs[0]["losses"]), logs[0]["params"][0].numel()
+    chunk = shard_bounds(total, world_size, 0)[2]
+    predicted = model_state_bytes(total, world_size, stage=1)
+    rows = [[rank, *log["memory"]["optimizer"], predicted["optimizer"]] for rank, log in enumerate(logs)]
+    demo.table(["rank", "state (logical)", "state (live storages)", "12 ceil(P/N)"], rows)
+    claims.check("optimizer bytes a rank are 12 ceil(P/N), live too", all(row[1] == row[2] == row[3] for row in rows))
+    calls, sent = logs[0]["calls"], logs[0]["bytes"]
+    once = calls["reduce_scatter"] == calls["all_gather"] == steps
+    padded = 4 * chunk * world_size * steps
+    claims.check("one reduce-scatter and one all-gather a step", once, f"{steps} steps")
+    claims.check("each of 4P bytes, padded to N chunks", sent["reduce_scatter"] == sent["all_gather"] == padded)
+
+
+def main() -> int:
+    """Run the demonstration; return the exit code."""
+    parser = demo.parser(__doc__)
+    parser.add_argument("--steps", type=demo.positive, default=10)
+    args = demo.parse(parser, lesson=78)
+    if args.bench:
+        from zero_bench import bench  # 78: against torch's own
+
+        return bench(args)
+    device = "cuda" if args.backend == "nccl" else "cpu"
+    claims = demo.Claims()
+    logs = run_ranks(train, args.world_size, args.steps, args.seed, backend=args.backend)
+    check_bits(claims, logs)
+    check_adam(claims, logs, device)
+    check_against_torch(claims, logs, args.seed, device)
+    check_cost(claims, logs)
+    demo.say()
+    demo.say(f"Model state of P = {logs[0]['params'][0].numel():,} parameters in fp32 on {args.world_size} ranks:")
+    demo.say(memory_table(logs[0]["params"][0].numel(), args.world_size))
+    return claims.verdict(f"ZeRO-1 on {args.world_size} ranks is Adam in one process")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
