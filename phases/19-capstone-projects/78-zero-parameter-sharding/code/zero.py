@@ -190,13 +190,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         return {name: (memory.logical_bytes(tensors), memory.live_bytes(tensors)) for name, tensors in held.items()}
 
+    def layout(self) -> list[dict]:
+        """Return which elements of each flat unit this rank's state holds: [start, end) of `total`, padding left out."""
+        return [
+            {
+                "unit": f"unit{index}",
+                "start": min(shard.start, shard.unit.numel),
+                "end": min(shard.end, shard.unit.numel),
+                "total": shard.unit.numel,
+            }
+            for index, shard in enumerate(self.shards)
+        ]
+
     def state_dict(self) -> dict:
-        """Return this rank's shard, its place in the flat parameters, and the settings. Each rank saves its own."""
+        """Return this rank's shard without padding, its layout, and the settings. Each rank saves its own."""
+        state = {}
+        for shard, place in zip(self.shards, self.layout(), strict=True):
+            held = place["end"] - place["start"]
+            state[place["unit"]] = {name: tensor[:held] for name, tensor in shard.tensors().items()}
         settings = {key: value for key, value in self.param_groups[0].items() if key != "params"}
-        layout = [{"start": s.start, "end": s.end, "total": s.unit.numel} for s in self.shards]
-        state = [shard.tensors() for shard in self.shards]
         counts = {"steps": self.steps, "skipped_steps": self.skipped_steps}
-        return {"state": state, "layout": layout, "settings": settings, **counts}
+        return {"state": state, "layout": self.layout(), "settings": settings, **counts}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -204,17 +218,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, with nothing changed, if the shard is of another layout, shape or dtype.
         """
-        mine = self.state_dict()
+        mine, saved = self.state_dict(), state_dict["state"]
         if state_dict["layout"] != mine["layout"]:
             raise ValueError(f"this rank's shard is {mine['layout']}, the state is for {state_dict['layout']}")
-        for live, saved in zip(mine["state"], state_dict["state"], strict=True):
-            for name, tensor in live.items():
-                if (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
-                    expected = f"{tensor.dtype} {tuple(tensor.shape)}"
-                    raise ValueError(f"{name} must be {expected}, got {saved[name].dtype} {tuple(saved[name].shape)}")
-        for live, saved in zip(mine["state"], state_dict["state"], strict=True):
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
+        pairs = [
+            (name, live, saved[unit][name]) for unit in mine["state"] for name, live in mine["state"][unit].items()
+        ]
+        for name, live, tensor in pairs:
+            if (tensor.shape, tensor.dtype) != (live.shape, live.dtype):
+                expected = f"{live.dtype} {tuple(live.shape)}"
+                raise ValueError(f"{name} must be {expected}, got {tensor.dtype} {tuple(tensor.shape)}")
+        for _, live, tensor in pairs:
+            live.copy_(tensor)
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
         self.param_groups[0].update(state_dict["settings"], betas=tuple(state_dict["settings"]["betas"]))
         for shard in self.shards:
