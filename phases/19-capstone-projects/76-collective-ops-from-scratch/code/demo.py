@@ -5,12 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+from ranks import under_torchrun
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the flags that all lessons have; a lesson adds its own."""
     p = argparse.ArgumentParser(description=description)
-    default = int(os.environ.get("WORLD_SIZE", 4))
-    p.add_argument("--world-size", type=positive, default=default, metavar="N", help="number of ranks (default: 4)")
+    p.add_argument("--world-size", type=positive, metavar="N", help="number of ranks (default: 4; with --bench 2)")
     p.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="gloo: CPU ranks; nccl: one GPU a rank")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for plots, traces, JSONL (default: outputs/NN)")
     p.add_argument("--seed", type=int, default=7, help="seed of models and data (default: 7)")
@@ -30,8 +31,10 @@ def positive(text: str) -> int:
 
 
 def parse(p: argparse.ArgumentParser, lesson: int, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line and fill in the default of `--out`. The folder is made by `out_dir` when first needed."""
+    """Parse the command line and fill in defaults: `--out` (made by `out_dir` when first needed) and `--world-size`."""
     args = p.parse_args(argv)
+    if args.world_size is None:
+        args.world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 2 if args.bench else 4
     args.out = args.out or Path("outputs") / str(lesson)
     return args
 
@@ -44,7 +47,7 @@ def out_dir(args: argparse.Namespace) -> Path:
 
 def is_main() -> bool:
     """Say whether this process should print: rank 0 under torchrun, and always without it."""
-    return os.environ.get("RANK", "0") == "0"
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def say(text: str = "") -> None:
