@@ -4,11 +4,13 @@ Gradients live in flat buckets, filled in the order in which backward finishes t
 bucket down; a full bucket's all-reduce starts at once, while backward goes on with earlier layers.
 """
 
+import weakref
 from contextlib import contextmanager
 
 import torch
 from comm import TorchComm
 from flat import FlatUnit, broadcast_tensors, plan_units, sync_module, trainable_parameters
+from mesh import must_agree
 from torch import nn
 
 FIRST_BUCKET_MB = 1  # a small first bucket starts communication early
@@ -21,7 +23,7 @@ class Bucket(FlatUnit):
     gradient learns, without another message, whether to take the others' mean or to leave the parameter alone.
     """
 
-    def __init__(self, named_params, comm):
+    def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm):
         super().__init__(named_params, comm, extra=len(named_params))
         self.flags = self.memory[self.padded :]
         self.start_backward()
@@ -51,86 +53,46 @@ class Bucket(FlatUnit):
         self.start_backward()
 
 
-class DistributedDataParallel(nn.Module):
-    """Wrap a module so that after `backward()` each gradient is the mean over all ranks.
+class Reducer:
+    """Decides when buckets leave: counts gradients down as backward finishes them, launches, and waits at its end."""
 
-    A drop-in for torch's: wrap, call, `loss.backward()`, step with any optimizer. Parameters and buffers begin as rank
-    0's, and buffers (BatchNorm's statistics) become rank 0's again at each synchronisation. A gradient that some ranks
-    miss counts there as zeros; one that all ranks miss stays None. Only parameters that require a gradient when wrapped
-    take part. Each bucket costs one all-reduce of its gradients plus one element a parameter.
-
-    Raises ValueError on every rank, with nothing changed, if modules differ in names, shapes, dtypes or layout.
-    """
-
-    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25, comm=None):
-        super().__init__()
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        named = trainable_parameters(module)
-        self.module = module
-        comm = comm or TorchComm()
-        sync_module(module, comm)
-        self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
-        cap = int(bucket_cap_mb * 2**20)
-        plan = plan_units(named, cap, min(cap, FIRST_BUCKET_MB * 2**20))
-        self.buckets = [Bucket(unit, self.comm) for unit in plan]
-        self._sync = True  # off inside no_sync()
-        self._armed = False  # a forward or a gradient since the last synchronisation
-        self._callback_queued = False
-        self._launched = 0  # buckets launched in this backward
+    def __init__(self, module: nn.Module, plan: list[list[tuple[str, nn.Parameter]]], comm):
+        self.module, self.comm = module, comm
+        self.buckets = [Bucket(unit, comm) for unit in plan]
+        self.enabled = True  # off inside no_sync()
+        self.armed = False  # there was a forward or a gradient since the last synchronisation
+        self._in_backward = False
+        self._launched = 0  # buckets, in this backward
+        self._has_buffers = any(True for _ in module.buffers())
         for bucket in self.buckets:
             for index, slot in enumerate(bucket.slots):
                 slot.param.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
 
-    def forward(self, *args, **kwargs):
-        """Call the wrapped module."""
-        self._armed |= self._sync and torch.is_grad_enabled()
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self):
-        """Accumulate gradients on each rank without communication; the next backward outside reduces their sum.
-
-        What counts is where `backward()` runs. (With torch's DDP it is where `forward` runs; wrap both, and the code
-        works with either.)
-        """
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def sync_grads(self) -> None:
-        """Wait until all gradients are the mean over ranks. `backward()` ends with this call; again it does nothing.
-
-        Only a rank whose loss does not depend on the module at all must call it itself: no hook runs there.
-        """
-        if not self._sync or not self._armed:
-            return
-        self._launch_full(everything=True)
-        for bucket in self.buckets:
-            bucket.finish()
-        self._launched, self._armed, self._callback_queued = 0, False, False
-        buffers = list(self.module.buffers())
-        if buffers:
-            broadcast_tensors(self.comm, buffers)
-
     def _make_hook(self, bucket: Bucket, index: int):
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # the module, and its hooks, may outlive the wrapper
+
         def hook(param: nn.Parameter) -> None:
-            bucket.take_grad(index)
-            if not self._sync:
-                return
-            if not self._callback_queued:
-                self._armed = self._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self.sync_grads)
-            if bucket.work is not None:
-                raise RuntimeError(
-                    f"{bucket.slots[index].name} got a second gradient in one backward, after its bucket left"
-                )
-            bucket.pending -= 1
-            self._launch_full()
+            call = on_gradient()
+            if call is not None:
+                call(bucket, index)
 
         return hook
+
+    def _on_gradient(self, bucket: Bucket, index: int) -> None:
+        """A gradient is complete: put it into its bucket, and launch what is full."""
+        bucket.take_grad(index)
+        if not self.enabled:
+            return
+        if not self._in_backward:
+            self.armed = self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.synchronise)  # runs when backward ends
+        if bucket.work is not None:
+            raise RuntimeError(
+                f"{bucket.slots[index].name} got a gradient after its bucket had left: a second one in this backward, "
+                "or an earlier backward ended with an error"
+            )
+        bucket.pending -= 1
+        self._launch_full()
 
     def _launch_full(self, everything: bool = False) -> None:
         """Launch buckets strictly in order (all ranks must), as far as they are full; `everything`: also the others."""
@@ -140,3 +102,66 @@ class DistributedDataParallel(nn.Module):
                 return
             bucket.launch(self.comm)
             self._launched += 1
+
+    def synchronise(self) -> None:
+        """Launch what has not left, wait for everything, then make the buffers rank 0's."""
+        if not self.enabled or not self.armed:
+            return
+        self._launch_full(everything=True)
+        for bucket in self.buckets:
+            bucket.finish()
+        self.armed, self._in_backward, self._launched = False, False, 0
+        if self._has_buffers:
+            broadcast_tensors(self.comm, list(self.module.buffers()))
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap a module so that after `backward()` each gradient is the mean over all ranks.
+
+    A drop-in for torch's: wrap, call, `loss.backward()`, step with any optimizer. Parameters and buffers begin as rank
+    0's, and buffers (BatchNorm's statistics) become rank 0's again at each synchronisation. A gradient that some ranks
+    miss counts there as zeros; one that all ranks miss stays None. Only parameters that require a gradient when wrapped
+    take part. Each bucket costs one all-reduce of its gradients plus one element a parameter.
+
+    Raises ValueError on every rank, with nothing changed, if `bucket_cap_mb` differs, or the modules do in names, their
+    order, shapes, dtypes, layout, ties or which parameters are frozen.
+    """
+
+    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25, comm=None):
+        super().__init__()
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+        named = trainable_parameters(module)
+        comm = comm or TorchComm()
+        must_agree(comm, "the size of buckets", {"bucket_cap_mb": bucket_cap_mb})
+        sync_module(module, comm)
+        cap = bucket_cap_mb * 2**20
+        plan = plan_units(named, cap, min(cap, FIRST_BUCKET_MB * 2**20))
+        self.module = module
+        self.reducer = Reducer(module, plan, comm.unchecked())  # unchecked: the plan follows from what was agreed
+
+    def forward(self, *args, **kwargs):
+        """Call the wrapped module."""
+        self.reducer.armed |= self.reducer.enabled and torch.is_grad_enabled()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Accumulate gradients on each rank without communication; the next backward outside reduces their sum.
+
+        What counts is where `backward()` runs. (With torch's DDP it is where `forward` runs; wrap both, and the code
+        works with either.)
+        """
+        before, self.reducer.enabled = self.reducer.enabled, False
+        try:
+            yield
+        finally:
+            self.reducer.enabled = before
+
+    def sync_grads(self) -> None:
+        """Wait until all gradients are the mean over ranks. `backward()` ends with this call; again it does nothing.
+
+        Only a rank whose loss does not depend on the module at all must call it itself, after `forward`: no hook runs
+        there.
+        """
+        self.reducer.synchronise()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import wire
+from comm import TorchComm
 from mesh import must_agree
 from torch import nn
 
@@ -27,6 +28,7 @@ class FlatUnit:
 
     `grad` is the flat gradient, `data` (after `own_parameters`) the flat parameters. Both have `padded` elements:
     `numel` rounded up to a multiple of `multiple`, so that N ranks can have equal shards. The padding stays zero.
+    `memory` is `grad` and `extra` elements more, which travel with it.
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm, multiple: int = 1, extra: int = 0):
@@ -37,9 +39,7 @@ class FlatUnit:
         self.numel, self.padded = start, -(-start // multiple) * multiple
         self.dtype = named_params[0][1].dtype
         self._comm = comm
-        self.memory = comm.empty(
-            self.padded + extra, self.dtype
-        ).zero_()  # `extra`: room that travels with the gradient
+        self.memory = comm.empty(self.padded + extra, self.dtype).zero_()
         self.grad = self.memory[: self.padded]
         self.views = [self.grad[slot.start : slot.end].view(slot.param.shape) for slot in self.slots]
         self.data: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class FlatUnit:
         """Make parameter `index`'s gradient, which autograd or a user has set, the view of `grad`."""
         param, view = self.slots[index].param, self.views[index]
         if param.grad is not view:
-            view.copy_(param.grad)
+            view.copy_(param.grad.detach().to_dense())  # detached from its graph, dense if an embedding's is sparse
             param.grad = view
 
     @torch.no_grad()
@@ -96,14 +96,22 @@ def plan_units(named_params: list, cap_bytes: int, first_cap_bytes: int | None =
 
 
 def module_facts(module: nn.Module) -> dict:
-    """Return what all ranks' modules must have in common: for each name its kind, shape, dtype, layout, and tie."""
-    facts, first_name = {}, {}
+    """Return what all ranks' modules must have in common: what each name stands for, and which name it follows."""
+    facts, first_name, previous = {}, {}, None
     named = [("parameter", *item) for item in module.named_parameters(remove_duplicate=False)]
     named += [("buffer", *item) for item in module.named_buffers(remove_duplicate=False)]
     for kind, name, tensor in named:
         tied_to = first_name.setdefault(id(tensor), name)
-        layout = [list(tensor.shape), wire.dtype_name(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
-        facts[name] = [kind, *layout] + ([f"tied to {tied_to}"] if tied_to != name else [])
+        facts[name] = {
+            "kind": kind,
+            "after": previous,  # flat memory follows the order, which a comparison of dicts would ignore
+            "shape": list(tensor.shape),
+            "dtype": wire.dtype_name(tensor.dtype),
+            "stride": list(tensor.stride()),
+            "requires_grad": tensor.requires_grad,
+            "tied_to": None if tied_to == name else tied_to,
+        }
+        previous = name
     return facts
 
 
@@ -114,19 +122,17 @@ def broadcast_tensors(comm, tensors: list[torch.Tensor], src: int = 0, cap_bytes
         flat = torch.cat([tensor.reshape(-1) for _, tensor in unit])
         comm.broadcast(flat, src)
         for (_, tensor), values in zip(unit, flat.split([t.numel() for _, t in unit]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+            tensor.data.copy_(values.view(tensor.shape))  # .data: a graph that holds a buffer need not know
 
 
 def sync_module(module: nn.Module, comm=None, src: int = 0) -> None:
     """Make every rank's module equal to rank `src`'s: compare names, shapes, dtypes and layouts, then broadcast.
 
-    Raises the same ValueError on every rank, with nothing changed, if the modules differ in anything but values.
+    Raises the same ValueError on every rank, with nothing changed, if the modules differ in anything but values, or
+    `src` is no rank or not the same on all.
     """
-    if comm is None:
-        from comm import TorchComm
-
-        comm = TorchComm()
-    must_agree(comm, "the model", module_facts(module))
+    comm = comm or TorchComm()
+    must_agree(comm, "the model", {"(source)": src} | module_facts(module))
     broadcast_tensors(comm.unchecked(), [*module.parameters(), *module.buffers()], src)
 
 

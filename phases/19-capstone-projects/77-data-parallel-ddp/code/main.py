@@ -10,7 +10,13 @@ import torch
 from comm import MeshComm, TorchComm  # 76: the interface to torch.distributed, and to our own collectives
 from ddp import DistributedDataParallel  # 77: buckets, hooks, one all-reduce a bucket
 from ddp_bench import bench  # 77: against torch's own, for --bench
-from flat import gather_flat_grads, gather_flat_params, scatter_flat_to_params, sync_module  # 77: flat buffers
+from flat import (  # 77: flat buffers, and the comparison of models
+    flat_param_numel,
+    gather_flat_grads,
+    gather_flat_params,
+    scatter_flat_to_params,
+    sync_module,
+)
 from ranks import run_ranks  # 76: N processes and their results
 from torch_mesh import TorchMesh  # 76: our collectives over a process group
 from toy import SEED, MiniMLP, global_batch, rank_slice, sgd_step  # 77: the model and data of this demonstration
@@ -18,6 +24,7 @@ from toy import SEED, MiniMLP, global_batch, rank_slice, sgd_step  # 77: the mod
 __all__ = ["SEED", "DistributedDataParallel", "MiniMLP", "reference_single_process", "run_ddp", "sync_module"]
 
 ROWS, LR = 8, 0.1  # rows a rank and step; learning rate
+BUCKET_CAP_MB = 0.001  # so small that the toy has two buckets
 
 
 def mse(module, batch, rank, world_size):
@@ -30,7 +37,7 @@ def train(rank: int, world_size: int, steps: int, collectives: str = "torch", se
     """Be one rank of a data-parallel run: begins with a model of its own seed, which wrapping replaces by rank 0's."""
     comm = TorchComm() if collectives == "torch" else MeshComm(TorchMesh())
     module = MiniMLP(seed=seed + rank).to(comm.device)
-    ddp = DistributedDataParallel(module, comm=comm)
+    ddp = DistributedDataParallel(module, BUCKET_CAP_MB, comm)
     log = {"losses": [], "grads": [], "params": [gather_flat_params(module)]}
     for step in range(steps):
         loss = mse(ddp, global_batch(step, ROWS * world_size, seed=seed), rank, world_size)
@@ -39,13 +46,25 @@ def train(rank: int, world_size: int, steps: int, collectives: str = "torch", se
         sgd_step(module, LR)
         log["losses"].append(loss.item())
         log["params"].append(gather_flat_params(module))
-    return log | {"calls": dict(comm.counters.calls), "bytes": dict(comm.counters.bytes), "buckets": len(ddp.buckets)}
+    buckets = [len(bucket.memory) for bucket in ddp.reducer.buckets]
+    return log | {"calls": dict(comm.counters.calls), "bytes": dict(comm.counters.bytes), "buckets": buckets}
 
 
 def run_ddp(world_size: int, steps: int, backend: str = "gloo", collectives: str = "torch") -> dict:
     """Train on `world_size` ranks; return {rank: (its own loss at each step, the final parameter norm)}."""
     logs = run_ranks(train, world_size, steps, collectives, backend=backend)
     return {rank: (log["losses"], log["params"][-1].norm().item()) for rank, log in enumerate(logs)}
+
+
+def reference_single_process(world_size: int, steps: int, seed: int = SEED) -> tuple[list, float]:
+    """Train on the same global batches in one process; return (losses of rank 0's rows, final parameter norm)."""
+    module, losses = MiniMLP(seed=seed), []
+    for step in range(steps):
+        batch = global_batch(step, ROWS * world_size, seed=seed)
+        losses.append(mse(module, batch, 0, world_size).item())
+        mse(module, batch, 0, 1).backward()  # the whole batch at once
+        sgd_step(module, LR)
+    return losses, gather_flat_params(module).norm().item()
 
 
 def slice_gradients(module, step: int, world_size: int, seed: int = SEED) -> tuple[list, list]:
@@ -60,19 +79,10 @@ def slice_gradients(module, step: int, world_size: int, seed: int = SEED) -> tup
     return losses, grads
 
 
-def reference_single_process(world_size: int, steps: int) -> tuple[list, float]:
-    """Train on the same global batches in one process; return (losses of rank 0's rows, final parameter norm)."""
-    module, losses = MiniMLP(seed=SEED), []
-    for step in range(steps):
-        losses.append(mse(module, global_batch(step, ROWS * world_size), 0, world_size).item())
-        mse(module, global_batch(step, ROWS * world_size), 0, 1).backward()  # the whole batch at once
-        sgd_step(module, LR)
-    return losses, gather_flat_params(module).norm().item()
-
-
 def compare_with_one_process(claims: demo.Claims, logs: list, world_size: int, seed: int, device: str) -> None:
     """Each step from the run's own parameters: the mean gradient must lie within the bound of a sum of N numbers."""
     module, rows, worst, eps = MiniMLP(seed=seed).to(device), [], 0.0, torch.finfo(torch.float32).eps
+    wrapped = all(torch.equal(log["params"][0], gather_flat_params(module).cpu()) for log in logs)
     for step in range(len(logs[0]["grads"])):
         before, after, gradient = logs[0]["params"][step], logs[0]["params"][step + 1], logs[0]["grads"][step]
         scatter_flat_to_params(module, before)
@@ -87,22 +97,59 @@ def compare_with_one_process(claims: demo.Claims, logs: list, world_size: int, s
         rows.append([step, losses[0], difference.max().item(), bound.max().item(), same_loss, equal and stepped])
     columns = ["step", "loss (rank 0)", "max |difference|", "largest bound", "losses equal", "ranks equal"]
     demo.table(columns, rows, f"{world_size} ranks against one process, step by step")
+    claims.check("wrapping gave every rank rank 0's parameters, bit for bit", wrapped)
     claims.check("gradients equal one process's within 2(N-1) eps sum|g|", worst <= 1, f"{worst:.2f} of the bound used")
     claims.check("each rank's loss equals one process's on the same rows, bit for bit", all(row[4] for row in rows))
     claims.check("after every step all ranks hold the same bits, which are p - lr g", all(row[5] for row in rows))
 
 
+def compare_with_whole_batch(claims: demo.Claims, logs: list, world_size: int, seed: int) -> None:
+    """The run's end against one process that takes each global batch at once: sums are grouped otherwise, so nearly."""
+    losses, norm = reference_single_process(world_size, len(logs[0]["losses"]), seed)
+    far = max(abs(a - b) / abs(b) for a, b in zip(logs[0]["losses"], losses, strict=True))
+    far = max(far, abs(logs[0]["params"][-1].norm().item() - norm) / norm)
+    claims.check("one process with the whole batch: same losses and norm to 1e-5", far <= 1e-5, f"{far:.1e} at most")
+
+
 def count_collectives(claims: demo.Claims, log: dict, steps: int) -> None:
     """One all-reduce a bucket and step; its bytes are the gradient and one flag a parameter."""
-    numel, flags = log["params"][0].numel(), sum(1 for _ in MiniMLP().parameters())
-    claims.check(
-        "one all-reduce a bucket and step",
-        log["calls"]["all_reduce"] == log["buckets"] * steps,
-        f"{log['calls']['all_reduce']} calls = {log['buckets']} bucket(s) x {steps} steps",
-    )
-    predicted = 4 * (numel + flags) * steps
-    counted = log["bytes"]["all_reduce"]
-    claims.check("its payload is 4 (P + flags) bytes a step", counted == predicted, f"{counted:,} = {predicted:,}")
+    calls, buckets = log["calls"]["all_reduce"], len(log["buckets"])
+    detail = f"{calls} calls = {buckets} buckets x {steps} steps"
+    claims.check("one all-reduce a bucket and step", calls == buckets * steps, detail)
+    numel, flags = flat_param_numel(MiniMLP()), sum(1 for _ in MiniMLP().parameters())
+    counted, predicted = log["bytes"]["all_reduce"], 4 * (numel + flags) * steps
+    claims.check("their payload is 4 (P + flags) bytes a step", counted == predicted, f"{counted:,} = {predicted:,}")
+
+
+class WatchedComm(TorchComm):
+    """Writes down when an all-reduce is launched."""
+
+    def all_reduce(self, x, op="sum", async_op=False):
+        """Launch it, and say so."""
+        self.events.append(f"all-reduce of {x.numel()} elements launched")
+        return super().all_reduce(x, op, async_op)
+
+
+def watch(rank: int, world_size: int, seed: int) -> list[str]:
+    """Return what happened on this rank in one backward, in order."""
+    comm, module = WatchedComm(), MiniMLP(seed=seed)
+    comm.events = []
+    for name, param in module.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: comm.events.append(f"gradient of {name}"))
+    ddp = DistributedDataParallel(module.to(comm.device), BUCKET_CAP_MB, comm)
+    mse(ddp, global_batch(0, ROWS * world_size, seed=seed), rank, world_size).backward()
+    return comm.events
+
+
+def check_overlap(claims: demo.Claims, world_size: int, seed: int, backend: str) -> None:
+    """The first bucket is under way while backward still computes gradients."""
+    events = run_ranks(watch, world_size, seed, backend=backend)[0]
+    demo.table(["", "one backward on rank 0"], [[number, event] for number, event in enumerate(events, 1)])
+    demo.say()
+    launches = [number for number, event in enumerate(events) if "launched" in event]
+    last_gradient = max(number for number, event in enumerate(events) if "gradient" in event)
+    early = [number for number in launches if number < last_gradient]
+    claims.check("the first all-reduce leaves before the last gradient is there", len(early) == len(launches) - 1)
 
 
 def accumulate(rank: int, world_size: int, seed: int) -> tuple[dict, torch.Tensor]:
@@ -138,10 +185,12 @@ def main() -> int:
     if args.bench:
         return bench(args)
     claims = demo.Claims()
-    options = (args.steps, args.collectives, args.seed)
-    logs = run_ranks(train, args.world_size, *options, backend=args.backend)
-    compare_with_one_process(claims, logs, args.world_size, args.seed, "cuda" if args.backend == "nccl" else "cpu")
+    device = "cuda" if (args.backend, args.collectives) == ("nccl", "torch") else "cpu"  # ours work on CPU tensors
+    logs = run_ranks(train, args.world_size, args.steps, args.collectives, args.seed, backend=args.backend)
+    compare_with_one_process(claims, logs, args.world_size, args.seed, device)
+    compare_with_whole_batch(claims, logs, args.world_size, args.seed)
     count_collectives(claims, logs[0], args.steps)
+    check_overlap(claims, args.world_size, args.seed, args.backend)
     check_accumulation(claims, args.world_size, args.seed, args.backend)
     return claims.verdict(f"DDP on {args.world_size} ranks is the same training as in one process")
 
