@@ -167,8 +167,13 @@ def _write_manifest(manifest: ShardManifest, path: Path, storage: Storage) -> No
 
 
 def _publish(temporary: Path, folder: Path, storage: Storage) -> None:
-    storage.rename(temporary, folder / MANIFEST)
-    storage.fsync_folder(folder)
+    try:
+        storage.rename(temporary, folder / MANIFEST)
+    except OSError:
+        if storage.kind(temporary)[0] != "missing":  # not renamed, so nothing was published
+            _sweep(folder, storage)
+        raise
+    storage.fsync_folder(folder)  # if this fails, keep both: which one survives a power cut is not known
     _sweep(folder, storage)  # the files of the checkpoint that this one replaces
 
 

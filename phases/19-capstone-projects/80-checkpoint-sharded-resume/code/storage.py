@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,8 +51,13 @@ class Storage:
 
     def fsync(self, file: BinaryIO) -> None:
         """Return when the file's bytes would survive a power cut (its name may not: see `fsync_folder`)."""
-        full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: plain fsync stops at the drive's own cache
-        flush = (lambda: fcntl.fcntl(file, full)) if full is not None else (lambda: os.fsync(file.fileno()))
+
+        def flush():
+            if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: plain fsync stops at the drive's own cache
+                with suppress(OSError):  # not every file system has it
+                    fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+            os.fsync(file.fileno())
+
         self.perform("fsync", Path(file.name), flush)
 
     def fsync_folder(self, folder: Path) -> None:

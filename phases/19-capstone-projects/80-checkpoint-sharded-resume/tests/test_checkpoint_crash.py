@@ -108,7 +108,7 @@ class EveryOperation(Interrupted):
                             save_sharded(NEW, parent / save[0], save[1], storage=Failing(at, "error"))
                     expected = "new" if at > publish else "old" if before else "none"
                     self.assertEqual(newest(parent), expected)
-                    if at < publish and (parent / save[0]).exists():
+                    if at <= publish and (parent / save[0]).exists():
                         left = {path.name for path in (parent / save[0]).iterdir()}
                         self.assertLessEqual(left, {MANIFEST, "rank0.bin", "rank1.bin"} if before == save else set())
                     self.check_next_save(parent, save)
