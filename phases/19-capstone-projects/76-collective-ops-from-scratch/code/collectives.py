@@ -5,6 +5,9 @@ that each (T is the whole input of the one, the whole output of the other); broa
 ceil(log2 N) rounds. No function changes its input: each returns a new tensor.
 """
 
+import functools
+from contextlib import contextmanager
+
 import flight
 import torch
 import wire
@@ -19,8 +22,7 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
     A rank sends 2T - (its own chunk) - (its left neighbour's chunk) bytes: 2T(N-1)/N when N divides the length. Nothing
     is padded: chunks differ by at most one element. Source: Patarasu and Yuan, 2009.
     """
-    _check(mesh, "all_reduce", tensor, op=op, check=check)
-    with flight.inside("all_reduce"):
+    with _collective(mesh, "all_reduce", tensor, op=op, check=check):
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(result.view(-1).tensor_split(mesh.world_size))  # views: writing a chunk writes the result
         _ring_reduce(mesh, chunks, op)
@@ -30,8 +32,7 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
 
 def reduce_scatter(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:
     """Return chunk `rank` of the sum over all ranks: N equal chunks of dimension 0. Sends T(N-1)/N bytes a rank."""
-    _check(mesh, "reduce_scatter", tensor, op=op, check=check, divides=True)
-    with flight.inside("reduce_scatter"):
+    with _collective(mesh, "reduce_scatter", tensor, op=op, check=check):
         work = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(work.tensor_split(mesh.world_size))
         _ring_reduce(mesh, chunks, op)
@@ -43,9 +44,8 @@ def allgather(mesh: Mesh, tensor: torch.Tensor, check: bool = True) -> torch.Ten
 
     Sends (N-1)T bytes a rank, T being one rank's input.
     """
-    _check(mesh, "all_gather", tensor, check=check)
-    shape = tuple(tensor.shape) or (1,)
-    with flight.inside("all_gather"):
+    with _collective(mesh, "all_gather", tensor, check=check):
+        shape = tuple(tensor.shape) or (1,)
         result = tensor.new_empty((mesh.world_size * shape[0], *shape[1:]))
         chunks = list(result.tensor_split(mesh.world_size))
         chunks[mesh.rank].copy_(tensor.detach().reshape(shape))
@@ -56,23 +56,19 @@ def allgather(mesh: Mesh, tensor: torch.Tensor, check: bool = True) -> torch.Ten
 def broadcast(mesh: Mesh, tensor: torch.Tensor, src: int = 0, check: bool = True) -> torch.Tensor:
     """Return rank `src`'s tensor on every rank, along a binomial tree.
 
-    Other ranks bring a tensor of the same shape and dtype, whatever it holds.
-    With ranks counted from `src`, rank v receives from the rank without v's highest bit, then sends to v + 2^k for each
-    higher k: each round doubles the number of ranks that hold the data.
+    Other ranks bring a tensor of the same shape and dtype, whatever it holds. Ranks counted from `src`: v receives from
+    the one without v's highest bit, then sends to v + 2^k for each higher k. Each round doubles the number of ranks
+    that hold the data.
     """
-    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < mesh.world_size:
-        raise ValueError(f"broadcast source must be a rank from 0 to {mesh.world_size - 1}, got {src!r}")
-    _check(mesh, "broadcast", tensor, src=src, check=check)
-    with flight.inside("broadcast"):
-        position = (mesh.rank - src) % mesh.world_size
-        distance = 1
+    with _collective(mesh, "broadcast", tensor, src=src, check=check):
+        n, position = mesh.world_size, (mesh.rank - src) % mesh.world_size
+        distance = 1 << position.bit_length()  # the first rank it sends to, once it holds the data, is this far away
         if position == 0:
             result = tensor.detach().clone(memory_format=torch.contiguous_format)
         else:
-            distance = 1 << position.bit_length()
-            result = mesh.recv((src + position - distance // 2) % mesh.world_size)
-        while distance + position < mesh.world_size:
-            mesh.send((src + position + distance) % mesh.world_size, result)
+            result = mesh.recv((mesh.rank - distance // 2) % n)
+        while position + distance < n:
+            mesh.send((mesh.rank + distance) % n, result)
             distance *= 2
     return result
 
@@ -83,10 +79,11 @@ def _ring_reduce(mesh: Mesh, chunks: list[torch.Tensor], op: str) -> None:
     The other chunks are left with partial sums. This is the order in which gloo sums, too.
     """
     n, combine = mesh.world_size, REDUCTIONS[op]
+    left, right = (mesh.rank - 1) % n, (mesh.rank + 1) % n
     for step in range(n - 1):
-        mesh.send((mesh.rank - 1) % n, chunks[(mesh.rank + 1 + step) % n])
-        mine = chunks[(mesh.rank + 2 + step) % n]
-        combine(mesh.recv((mesh.rank + 1) % n), mine, out=mine)
+        partial = mesh.sendrecv(left, chunks[(right + step) % n], right)
+        mine = chunks[(right + step + 1) % n]
+        combine(partial, mine, out=mine)
     if op == "avg":
         chunks[mesh.rank].div_(n)
 
@@ -94,9 +91,9 @@ def _ring_reduce(mesh: Mesh, chunks: list[torch.Tensor], op: str) -> None:
 def _ring_gather(mesh: Mesh, chunks: list[torch.Tensor]) -> None:
     """N-1 rounds to the left, after which every rank holds chunk r as rank r had it."""
     n = mesh.world_size
+    left, right = (mesh.rank - 1) % n, (mesh.rank + 1) % n
     for step in range(n - 1):
-        mesh.send((mesh.rank - 1) % n, chunks[(mesh.rank + step) % n])
-        chunks[(mesh.rank + 1 + step) % n].copy_(mesh.recv((mesh.rank + 1) % n))
+        chunks[(right + step) % n].copy_(mesh.sendrecv(left, chunks[(mesh.rank + step) % n], right))
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
@@ -105,23 +102,42 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"avg needs floating-point elements, got {wire.dtype_name(dtype)}")
-    if op == "max" and dtype.is_complex:
-        raise ValueError(f"max needs elements with an order, got {wire.dtype_name(dtype)}")
+    if not _combines(op, dtype):
+        raise ValueError(f"{op} is not defined for elements of {wire.dtype_name(dtype)}")
 
 
-def _check(mesh: Mesh, what: str, tensor, op: str = "sum", src: int = 0, check: bool = True, divides=False) -> None:
-    """Local faults first, without communication; then all ranks compare what they were asked to do."""
+@functools.cache
+def _combines(op: str, dtype: torch.dtype) -> bool:
+    none = torch.empty(0, dtype=dtype)
+    try:
+        REDUCTIONS[op](none, none)
+    except RuntimeError:  # complex numbers have no order; torch does not add uint16 or float8
+        return False
+    return True
+
+
+def check_call(what: str, world_size: int, tensor: torch.Tensor, op: str | None = None, src: int = 0) -> None:
+    """Raise ValueError for what one rank can see is wrong with a collective, without any communication."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} needs a tensor, got {type(tensor).__name__}")
-    check_reduction(op, tensor.dtype)
-    if divides and (tensor.dim() == 0 or tensor.shape[0] % mesh.world_size):
+    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
+        raise ValueError(f"{what} source must be a rank from 0 to {world_size - 1}, got {src!r}")
+    if op is not None:
+        check_reduction(op, tensor.dtype)
+    if what == "reduce_scatter" and (tensor.dim() == 0 or tensor.shape[0] % world_size):
         shape = tuple(tensor.shape)
-        raise ValueError(
-            f"{what} cuts dimension 0 into {mesh.world_size} equal chunks, which shape {shape} does not allow"
-        )
-    if check:
-        facts = {"operation": what, "shape": list(tensor.shape), "dtype": wire.dtype_name(tensor.dtype)}
-        must_agree(mesh, "a collective", facts | {"reduction": op, "source": src})
+        raise ValueError(f"{what} cuts dimension 0 into {world_size} equal chunks, which shape {shape} does not allow")
+
+
+@contextmanager
+def _collective(mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True):
+    """Look for local faults; then, as one recorded communication, compare all ranks' calls and do the block."""
+    check_call(what, mesh.world_size, tensor, op, src)
+    with flight.inside(what):
+        if check:
+            facts = {"operation": what, "shape": list(tensor.shape), "dtype": wire.dtype_name(tensor.dtype)}
+            must_agree(mesh, "a collective", facts | {"reduction": op, "source": src})
+        yield
 
 
 PRIMITIVES = {

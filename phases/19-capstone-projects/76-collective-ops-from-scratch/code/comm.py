@@ -5,7 +5,6 @@
 """
 
 import copy
-import functools
 import itertools
 import json
 from collections import Counter
@@ -21,6 +20,10 @@ from mesh import Mesh, must_agree
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+}  # gloo cannot add these, or adds bools as bytes (1 + 1 = 2)
 
 
 @dataclass
@@ -73,24 +76,24 @@ class Comm:
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Replace `x` by its sum (avg, max) over all ranks. avg needs floating-point elements."""
-        self._check("all_reduce", x, op=op)
-        return self._run("all_reduce", x, lambda: self._all_reduce(x, op), async_op)
+        self._check("all_reduce", x, x, op=op)
+        return self._run("all_reduce", x, x, lambda: self._all_reduce(x, op), async_op, op=op)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Fill `out` with chunk `rank` of the sum of `x` (N x out elements). `out` may be x's own slice."""
-        self._check("reduce_scatter", x, out, x.numel(), self.world_size * out.numel(), op=op)
-        return self._run("reduce_scatter", x, lambda: self._reduce_scatter(out, x, op), async_op)
+        self._check("reduce_scatter", x, out, shrinks=self.world_size, op=op)
+        return self._run("reduce_scatter", x, x, lambda: self._reduce_scatter(out, x, op), async_op, op=op)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False) -> Work:
         """Fill `out` (N x x elements) with all ranks' `x`, in rank order. `x` may be out's own slice."""
-        self._check("all_gather", x, out, out.numel(), self.world_size * x.numel())
-        return self._run("all_gather", out, lambda: self._all_gather(out, x), async_op)
+        self._check("all_gather", x, out, grows=self.world_size)
+        return self._run("all_gather", x, out, lambda: self._all_gather(out, x), async_op)
 
     def broadcast(self, x: torch.Tensor, src: int = 0, async_op: bool = False) -> Work:
         """Replace `x` by rank `src`'s (a rank of this group)."""
         self._check_rank(src, "src")
-        self._check("broadcast", x, src=src)
-        return self._run("broadcast", x, lambda: self._broadcast(x, src), async_op)
+        self._check("broadcast", x, x)
+        return self._run("broadcast", x, x, lambda: self._broadcast(x, src), async_op, src=src)
 
     def exchange(self, sends: list, recvs: list) -> Work:
         """Post sends and receives, lists of (tensor, peer, tag), together. Received tensors are filled after `wait()`.
@@ -98,15 +101,18 @@ class Comm:
         A received message must have its tensor's shape and dtype. NCCL ignores tags: there the order of posting between
         two ranks is the tag.
         """
-        for _tensor, peer, _tag in [*sends, *recvs]:
+        for tensor, peer, tag in [*sends, *recvs]:
+            self._check_tensor("exchange", tensor)
             self._check_rank(peer, "peer")
             if peer == self.rank:
                 raise ValueError(f"rank {self.rank} cannot exchange with itself")
+            if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+                raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
+        for tensor, _, _ in recvs:
+            self._check_writable("exchange", tensor)
         self.counters.count("exchange", *(tensor for tensor, _, _ in sends))
-        flight.enter("exchange")
-        work = Work("exchange", self._exchange(sends, recvs))
-        flight.leave("exchange")
-        return work
+        with flight.inside("exchange"):
+            return Work("exchange", self._exchange(sends, recvs))
 
     def agree(self, facts) -> list:
         """Return the facts (a small JSON value) of every rank, in rank order, on every rank. Also a barrier."""
@@ -122,27 +128,39 @@ class Comm:
         """Return the communicator of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
         raise NotImplementedError
 
-    def _run(self, name: str, payload: torch.Tensor, launch, async_op: bool) -> Work:
-        self.counters.count(name, payload)
-        flight.enter(name)
-        work = Work(name, launch())
-        flight.leave(name)
-        if not async_op:
-            work.wait()
+    def _run(self, name, x, payload, launch, async_op, op=None, src=0) -> Work:
+        """Compare with the other ranks, then launch: one recorded communication."""
+        with flight.inside(name):
+            if self.checks:
+                facts = {"operation": name, "shape": list(x.shape), "dtype": wire.dtype_name(x.dtype)}
+                must_agree(self, "a collective", facts | {"reduction": op, "source": src})
+            self.counters.count(name, payload)
+            work = Work(name, launch())
+            if not async_op:
+                work.wait()
         return work
 
-    def _check(self, name, x, out=None, have=0, want=0, op="sum", src=0) -> None:
-        for tensor in (x,) if out is None else (x, out):
-            if tensor.device.type != self.device.type:
-                raise ValueError(f"{name}: tensor on {tensor.device}, but this group works on {self.device}")
-        if out is not None and out.dtype != x.dtype:
+    def _check(self, name, x, out, grows=1, shrinks=1, op=None) -> None:
+        """Look for what is wrong with a call without any communication."""
+        self._check_tensor(name, x)
+        self._check_tensor(name, out)
+        self._check_writable(name, out)
+        if out.dtype != x.dtype:
             raise ValueError(f"{name}: input is {x.dtype}, output {out.dtype}")
-        if have != want:
+        if x.numel() * grows != out.numel() * shrinks:
             raise ValueError(f"{name}: {self.world_size} ranks, {x.numel()} elements in, {out.numel()} out do not fit")
-        collectives.check_reduction(op, x.dtype)
-        if self.checks:
-            facts = {"operation": name, "shape": list(x.shape), "dtype": wire.dtype_name(x.dtype)}
-            must_agree(self, "a collective", facts | {"reduction": op, "source": src})
+        if op is not None:
+            collectives.check_reduction(op, x.dtype)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} needs tensors, got {type(tensor).__name__}")
+        if tensor.device.type != self.device.type:
+            raise ValueError(f"{name}: tensor on {tensor.device}, but this group works on {self.device}")
+
+    def _check_writable(self, name: str, tensor: torch.Tensor) -> None:
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{name} cannot fill an expanded tensor: its elements share memory")
 
     def _check_rank(self, rank: int, what: str) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -162,71 +180,60 @@ class TorchComm(Comm):
         cuda = "nccl" in self._backends
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._control_device = torch.device("cpu") if "gloo" in self._backends else self.device
-        self._splits = 0
 
     def _all_reduce(self, x, op):
-        if op == "avg" and self.device.type == "cuda":
-            return self._launch(dist.all_reduce, x, op=dist.ReduceOp.AVG)
-        # On gloo the mean is a sum and a division: the same bits on every version of torch.
-        after = (lambda: x.detach().div_(self.world_size)) if op == "avg" else None
-        return self._launch(dist.all_reduce, x, after=after, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        work = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
+        handle = dist.all_reduce(work, group=self.group, async_op=True, **self._reduction(op))
+        return self._finisher(handle, work, x, op)
 
     def _reduce_scatter(self, out, x, op):
-        after = (lambda: out.detach().div_(self.world_size)) if op == "avg" else None
-        reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        call = functools.partial(_reduce_scatter_single, input=x.detach().reshape(-1), op=reduce_op)
-        return self._launch(call, out, flat=True, after=after)
+        source = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
+        work = _plain(out).to(source.dtype)
+        handle = _reduce_scatter_single(work, source, group=self.group, async_op=True, **self._reduction(op))
+        return self._finisher(handle, work, out, op)
 
     def _all_gather(self, out, x):
-        # `call` is a positional-input wrapper: the parameter names differ between versions of torch.
-        flat = x.detach().reshape(-1)
-        return self._launch(lambda o, **kw: _all_gather_single(o, flat, **kw), out, flat=True)
+        work = _plain(out)
+        handle = _all_gather_single(_bytes(work), _bytes(_plain(x)), group=self.group, async_op=True)
+        return self._finisher(handle, work, out)
 
     def _broadcast(self, x, src):
-        return self._launch(dist.broadcast, x, group_src=src)
+        work = _plain(x)
+        handle = dist.broadcast(_bytes(work), group_src=src, group=self.group, async_op=True)
+        return self._finisher(handle, work, x)
 
-    def _launch(self, call, x, flat=False, after=None, **options):
-        """Launch asynchronously on contiguous memory; return a function that waits and finishes."""
-        x = x.detach()
-        contiguous = x.contiguous()  # gloo ignores strides and would read and write the wrong elements
-        handle = call(contiguous.view(-1) if flat else contiguous, group=self.group, async_op=True, **options)
+    def _reduction(self, op):
+        if op == "avg" and self.device.type == "cuda":
+            return {"op": dist.ReduceOp.AVG}
+        # On gloo the mean is a sum and a division: the same bits on every version of torch.
+        return {"op": dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM}
 
+    def _finisher(self, handle, work, result, op=None):
         def finish():
             handle.wait()
-            if contiguous is not x:
-                x.copy_(contiguous)
-            if after is not None:
-                after()
+            if op == "avg" and self.device.type == "cpu":
+                work.div_(self.world_size)
+            _fill(result, work)
 
         return finish
 
     def _exchange(self, sends, recvs):
-        copies = [(t.detach(), t.detach().contiguous()) for t, _, _ in recvs]
-        if self.device.type == "cuda":
-            ops = [
-                dist.P2POp(dist.isend, t.detach().contiguous(), group=self.group, group_peer=peer)
-                for t, peer, _ in sends
-            ]
-            ops += [
-                dist.P2POp(dist.irecv, c, group=self.group, group_peer=peer)
-                for (_, c), (_, peer, _) in zip(copies, recvs, strict=True)
-            ]
-            handles = dist.batch_isend_irecv(ops) if ops else []
-        else:
-            handles = [
-                dist.irecv(c, group=self.group, group_src=peer, tag=tag)
-                for (_, c), (_, peer, tag) in zip(copies, recvs, strict=True)
-            ]
-            handles += [
-                dist.isend(t.detach().contiguous(), group=self.group, group_dst=peer, tag=tag) for t, peer, tag in sends
-            ]
+        filled = [_plain(tensor) for tensor, _, _ in recvs]
+        ops = [
+            dist.P2POp(dist.irecv, _bytes(work), group=self.group, group_peer=peer, tag=tag)
+            for work, (_, peer, tag) in zip(filled, recvs, strict=True)
+        ]
+        ops += [
+            dist.P2POp(dist.isend, _bytes(_plain(tensor)), group=self.group, group_peer=peer, tag=tag)
+            for tensor, peer, tag in sends
+        ]
+        handles = dist.batch_isend_irecv(ops) if ops else []
 
         def finish():
             for handle in handles:
                 handle.wait()
-            for tensor, filled in copies:
-                if filled is not tensor:
-                    tensor.copy_(filled)
+            for (tensor, _, _), work in zip(recvs, filled, strict=True):
+                _fill(tensor, work)
 
         return finish
 
@@ -250,16 +257,32 @@ class TorchComm(Comm):
         Raises ValueError on all ranks if keys would change the order of ranks: a torch.distributed group keeps it.
         """
         everyone = self.agree([color, key])
-        mine = None
         for (a, one), (b, two) in itertools.combinations(everyone, 2):
             if a == b and one > two:
                 raise ValueError(f"keys must not change the order of ranks, got {[k for _, k in everyone]}")
+        parent = self.group if self.group is not None else dist.group.WORLD
+        timeout = parent._get_backend(self._control_device).options._timeout  # a new group's own default is 30 minutes
+        groups = {}
         for each in sorted({c for c, _ in everyone}):  # new_group is called by all ranks, for all groups, in one order
-            members = [r for r, (c, _) in enumerate(everyone) if c == each]
-            parent = self.group if self.group is not None else dist.group.WORLD
-            group = dist.new_group([dist.get_global_rank(parent, r) for r in members], backend=self._backends)
-            mine = group if each == color else mine
-        return TorchComm(mine)
+            members = [dist.get_global_rank(parent, r) for r, (c, _) in enumerate(everyone) if c == each]
+            groups[each] = dist.new_group(members, timeout=timeout, backend=self._backends)
+        return TorchComm(groups[color])
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Return x's elements 1-d and contiguous, a view where that is possible: gloo ignores strides and conjugation."""
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _bytes(plain: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as bytes: what only moves may be of a dtype that gloo does not know."""
+    return plain.view(torch.uint8)
+
+
+def _fill(x: torch.Tensor, plain: torch.Tensor) -> None:
+    """Put the elements of `plain` into x, unless it is a view of x."""
+    if plain.data_ptr() != x.data_ptr():
+        x.detach().copy_(plain.view(x.shape))
 
 
 class MeshComm(Comm):

@@ -17,9 +17,9 @@ _SLOT = struct.Struct("<I?59s")  # count, inside, name: 64 bytes a rank
 class Position:
     """The last communication a rank entered: its number `count` (0: none yet), its name, and whether it is inside."""
 
-    count: int
-    inside: bool
-    name: str
+    count: int = 0
+    inside: bool = False
+    name: str = ""
 
     def __str__(self) -> str:
         if self.count == 0:
@@ -28,14 +28,17 @@ class Position:
 
 
 class _Recorder:
-    """This process's slot. One a process is right: a process is one rank. Without a launcher it only counts."""
+    """This process's slot. One a process is right: a process is one rank. Without a launcher it only remembers."""
 
     def __init__(self):
-        self.count, self.board, self.offset = 0, None, 0
+        self.position, self.depth, self.board, self.offset = Position(), 0, None, 0
 
     def write(self, count: int, inside: bool, name: str) -> None:
+        self.position = Position(count, inside, name)
         if self.board is not None:
-            _SLOT.pack_into(self.board, self.offset, count, inside, name.encode()[:59])
+            _SLOT.pack_into(
+                self.board, self.offset, count, inside, name.encode()
+            )  # struct cuts a name that is too long
 
 
 _recorder = _Recorder()
@@ -50,40 +53,44 @@ def attach(path: Path, rank: int) -> None:
     """Record into `rank`'s slot of the board from now on (rank)."""
     with open(path, "r+b") as file:
         _recorder.board = mmap.mmap(file.fileno(), 0)
-    _recorder.offset, _recorder.count = rank * _SLOT.size, 0
+    _recorder.offset, _recorder.position = rank * _SLOT.size, Position()
 
 
 def read(path: Path) -> list[Position]:
     """Read every rank's position (launcher)."""
-    data = path.read_bytes()
     return [
         Position(count, inside, name.rstrip(b"\0").decode(errors="replace"))
-        for count, inside, name in _SLOT.iter_unpack(data)
+        for count, inside, name in _SLOT.iter_unpack(path.read_bytes())
     ]
 
 
-def enter(name: str) -> None:
-    """Record that the next communication begins."""
-    _recorder.count += 1
-    _recorder.write(_recorder.count, True, name)
-
-
-def leave(name: str) -> None:
-    """Record that the latest communication is over, or launched and left to itself."""
-    _recorder.write(_recorder.count, False, name)
+def position() -> Position:
+    """Return where this process is (rank)."""
+    return _recorder.position
 
 
 @contextmanager
 def inside(name: str):
-    """Record one communication around a block. If the block raises, the record stays at "inside"."""
-    enter(name)
-    yield
-    leave(name)
+    """Record one communication around a block; those it consists of are not recorded apart.
+
+    If the block raises, the record stays at "inside".
+    """
+    outermost, count = _recorder.depth == 0, _recorder.position.count + 1
+    if outermost:
+        _recorder.write(count, True, name)
+    _recorder.depth += 1
+    try:
+        yield
+    finally:
+        _recorder.depth -= 1
+    if outermost:
+        _recorder.write(count, False, name)
 
 
 @contextmanager
 def waiting(name: str):
     """Record that this rank waits for something it launched earlier; the count stays."""
-    _recorder.write(_recorder.count, True, name)
+    before = _recorder.position
+    _recorder.write(before.count, True, name)
     yield
-    leave(name)
+    _recorder.write(before.count, before.inside, name)

@@ -9,6 +9,7 @@ import json
 import queue
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -19,7 +20,11 @@ CONTROL = -1  # the tag of messages that carry facts, not payload
 
 
 class MeshTimeout(TimeoutError):
-    """A message did not come within the deadline: says who waited for whom."""
+    """A message did not come within the deadline: says who waited for whom (`waited_for`)."""
+
+    def __init__(self, message: str, waited_for: int):
+        super().__init__(message)
+        self.waited_for = waited_for
 
 
 @dataclass
@@ -32,6 +37,17 @@ class Counters:
     rounds: int = 0
     control_messages: int = 0
     control_bytes: int = 0
+
+
+@dataclass
+class _Port:
+    """One rank's end of the wires. A mesh shares it with the meshes split from it."""
+
+    sent: int = 0  # the round of the last message sent,
+    received: int = 0  # of the last one received,
+    known: int = 0  # and the latest round of all that were received
+    contexts: int = 0  # how many sub-meshes there are
+    broken: str | None = None  # why this port cannot be used any more
 
 
 class Mesh:
@@ -47,39 +63,46 @@ class Mesh:
 
     def __init__(self, rank: int, world_size: int, timeout: float = 60.0):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.counters = Counters()
-        self.broken: str | None = None
         self.members, self.context = list(range(world_size)), 0  # a sub-mesh has fewer members and its own context
-        self._last_context = [0]  # shared by all sub-meshes of this rank
-        self._known = self._out = self._in = (
-            0  # rounds: of all received, of the last message sent, of the last received
-        )
+        self.counters, self._port = Counters(), _Port()
+        self.observer: Callable | None = None  # called as observer(round, src, dst, tensor) for each message sent
 
     def send(self, dst: int, tensor: torch.Tensor, tag: int = 0, lone: bool = True) -> None:
         """Send a tensor of any shape, stride and dtype to rank `dst`. Not `lone`: a receive is posted with it."""
-        self._check_peer(dst, "send to")
-        self._out = max(self._out, self._known) + 1
-        self.counters.rounds = max(self.counters.rounds, self._out)
+        self._check(dst, tag, "send to")
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"rank {self.rank} can send tensors, not {type(tensor).__name__}")
+        port = self._port
+        port.sent = max(port.sent, port.known) + 1
+        self.counters.rounds = max(self.counters.rounds, port.sent)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += tensor.numel() * tensor.element_size()
-        self._post(self.members[dst], (self.context, tag), self._out, tensor.detach(), lone)
+        if self.observer is not None:
+            self.observer(port.sent, self.members[self.rank], self.members[dst], tensor)
+        self._post(self.members[dst], (self.context, tag), port.sent, tensor.detach(), lone)
 
     def recv(self, src: int, tag: int = 0) -> torch.Tensor:
         """Return the next tensor from rank `src` with this tag. Raises MeshTimeout when none comes in time."""
-        self._check_peer(src, "receive from")
+        self._check(src, tag, "receive from")
         stamp, tensor = self._take(self.members[src], (self.context, tag))
-        self._in = max(self._in + 1, stamp)
-        self._known = max(self._known, self._in)
-        self.counters.rounds = max(self.counters.rounds, self._in)
+        port = self._port
+        port.received = max(port.received + 1, stamp)
+        port.known = max(port.known, port.received)
+        self.counters.rounds = max(self.counters.rounds, port.received)
         self.counters.bytes_received += tensor.numel() * tensor.element_size()
         return tensor
+
+    def sendrecv(self, dst: int, tensor: torch.Tensor, src: int, tag: int = 0) -> torch.Tensor:
+        """Send to `dst` and receive from `src` at once: on no transport does the one wait for the other."""
+        self.send(dst, tensor, tag, lone=False)
+        return self.recv(src, tag)
 
     def agree(self, facts) -> list:
         """Return the facts (a small JSON value) of all ranks, in rank order. Counted as control, not as payload."""
         self._check_usable()
         data = json.dumps(facts).encode()
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = [facts] * self.world_size
+        everyone = [json.loads(data)] * self.world_size  # what the others see: a tuple arrives as a list
         for step in range(1, self.world_size):
             dst = self.members[(self.rank + step) % self.world_size]
             self._post(dst, (self.context, CONTROL), 0, message, lone=False)
@@ -93,11 +116,11 @@ class Mesh:
 
     def split(self, color: int, key: int = 0) -> "Mesh":
         """Return the mesh of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
-        everyone = self.agree([color, key, self._last_context[0]])
-        chosen = sorted((k, r) for r, (c, k, _) in enumerate(everyone) if c == color)
-        sub = copy.copy(self)  # the same wires and counters, other members; the context keeps messages apart
-        self._last_context[0] = sub.context = 1 + max(last for _, _, last in everyone)
-        sub.members = [self.members[r] for _, r in chosen]
+        everyone = self.agree([color, key, self._port.contexts])
+        chosen = sorted((its_key, rank) for rank, (its_color, its_key, _) in enumerate(everyone) if its_color == color)
+        sub = copy.copy(self)  # the same port and counters, other members; the context keeps messages apart
+        self._port.contexts = sub.context = 1 + max(contexts for _, _, contexts in everyone)
+        sub.members = [self.members[rank] for _, rank in chosen]
         sub.rank, sub.world_size = sub.members.index(self.members[self.rank]), len(chosen)
         return sub
 
@@ -110,20 +133,23 @@ class Mesh:
         raise NotImplementedError
 
     def _check_usable(self) -> None:
-        if self.broken:
-            raise RuntimeError(f"rank {self.rank}: this mesh failed before and cannot be used again: {self.broken}")
+        if self._port.broken:
+            raise ValueError(f"rank {self.rank}: this mesh cannot be used again after its failure: {self._port.broken}")
 
-    def _check_peer(self, peer: int, action: str) -> None:
+    def _check(self, peer: int, tag: int, action: str) -> None:
         self._check_usable()
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.world_size:
             raise ValueError(f"rank {self.rank} cannot {action} rank {peer!r}: there are {self.world_size} ranks")
         if peer == self.rank:
             raise ValueError(f"rank {self.rank} cannot {action} itself")
+        if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+            raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
 
-    def _timed_out(self, src: int, tag: tuple[int, int]) -> MeshTimeout:
-        me = self.members[self.rank]
-        self.broken = f"rank {me} waited {self.timeout:g} s for a message from rank {src} (context, tag: {tag})"
-        return MeshTimeout(self.broken)
+    def _lost(self, src: int, tag: tuple[int, int], why: str) -> MeshTimeout:
+        """Mark the mesh as broken and return the error to raise."""
+        what = "facts" if tag[1] == CONTROL else f"a message (tag {tag[1]})"
+        self._port.broken = f"rank {self.members[self.rank]} waited for {what} from rank {src}: {why}"
+        return MeshTimeout(self._port.broken, src)
 
 
 class QueueMesh(Mesh):
@@ -150,7 +176,7 @@ class QueueMesh(Mesh):
                 left = max(0.0, deadline - time.monotonic())
                 sender, its_tag, stamp, message = self._boxes[self.members[self.rank]].get(timeout=left)
             except queue.Empty:
-                raise self._timed_out(src, tag) from None
+                raise self._lost(src, tag, f"none came in {self.timeout:g} s") from None
             self._stash[sender, its_tag].append((stamp, message))
         stamp, (data, dtype, shape) = self._stash[src, tag].popleft()
         return stamp, wire.tensor_from_bytes(data, wire.dtype_of(dtype), shape)
@@ -161,13 +187,14 @@ def must_agree(channel, what: str, facts: dict) -> None:
 
     `channel` is a Mesh or a Comm: anything with `agree`.
     """
-    everyone = channel.agree(facts)
-    if all(other == everyone[0] for other in everyone):
+    everyone = [each if isinstance(each, dict) else {"facts": each} for each in channel.agree(facts)]
+    if all(each == everyone[0] for each in everyone):
         return
     differences = []
-    for key in dict.fromkeys(key for facts in everyone for key in facts):
-        values = [json.dumps(facts.get(key)) for facts in everyone]
-        if len(set(values)) > 1:
-            groups = [(value, [str(r) for r, v in enumerate(values) if v == value]) for value in dict.fromkeys(values)]
+    for key in dict.fromkeys(key for each in everyone for key in each):
+        values = [json.dumps(each[key]) if key in each else "nothing" for each in everyone]  # as text: NaN equals NaN
+        groups = [(value, [str(r) for r, v in enumerate(values) if v == value]) for value in dict.fromkeys(values)]
+        if len(groups) > 1:
             differences.append(f"{key}: " + "; ".join(f"rank {', '.join(who)} has {value}" for value, who in groups))
-    raise ValueError(f"ranks disagree on {what}: " + " | ".join(differences))
+    if differences:
+        raise ValueError(f"ranks disagree on {what}: " + " | ".join(differences))

@@ -44,7 +44,7 @@ class Run:
         return self.folder / f"error{rank}.json"
 
     def stack(self, rank: int) -> Path:
-        """The file to which a rank writes its stack when asked by SIGUSR1."""
+        """The file to which a rank writes its stack when asked by SIGUSR1 (not on Windows)."""
         return self.folder / f"stack{rank}"
 
 
@@ -66,13 +66,11 @@ class Call:
 
 
 def main(rank: int, run: Run, call: Call, pipe) -> None:
-    """Be rank `rank`: the target of its process. Never returns; ends with exit code 0 or 1."""
+    """Be rank `rank`: the target of its process. Never returns; ends with exit code 0 or the failure's."""
     torch.set_num_threads(1)  # 4 ranks with 2 threads each on 2 cores ran 34 times slower than with one
     if hasattr(os, "setpgid"):
-        os.setpgid(
-            0, 0
-        )  # a group of its own: Ctrl-C reaches the launcher alone, and the rank's own children end with it
-    threading.Thread(target=_end_with_parent, args=(run.folder,), daemon=True).start()
+        os.setpgid(0, 0)  # own group: Ctrl-C reaches the launcher alone, and what the rank starts can be ended with it
+    threading.Thread(target=_end_with_parent, args=(run.folder, os.getppid()), daemon=True).start()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, open(run.stack(rank), "w"), all_threads=False)
     flight.attach(run.board, rank)
@@ -83,17 +81,22 @@ def main(rank: int, run: Run, call: Call, pipe) -> None:
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank without a result has failed
         _publish(run.error(rank), json.dumps(_report(error)).encode())
         _exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
-    pipe.send_bytes(b"done")
-    pipe.recv_bytes()  # until all have finished: a rank that leaves early would cut off its last messages
+    try:
+        pipe.send_bytes(b"done")
+        pipe.recv_bytes()  # until all have finished: a rank that leaves early would cut off its last messages
+    except (EOFError, OSError):
+        _end_group(run.folder)
     if run.backend == "nccl":
         dist.destroy_process_group()
     _exit(0)
 
 
 def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # skips 0.3 s of clean-up; all that matters has been delivered
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # skips 0.3 s of clean-up; all that matters has been delivered
 
 
 def _publish(path: Path, data: bytes) -> None:
@@ -104,18 +107,43 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def _report(error: BaseException) -> dict:
-    lost_a_peer = isinstance(error, ConnectionError | TimeoutError | EOFError | dist.DistError)
+    """Describe an error to the launcher: what, where, and whether another rank may be its cause."""
+    reason = "".join(traceback.format_exception_only(type(error), error)).strip()
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
     return {
-        "reason": f"raised {type(error).__name__}: {error}",
+        "reason": f"raised {reason}",
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next)),
-        "victim": lost_a_peer or "gloo/transport" in str(error),  # gloo raises plain RuntimeErrors
+        "victim": any(_lost_a_peer(each) for each in chain),
+        "waited_for": next((each.waited_for for each in chain if hasattr(each, "waited_for")), None),
         "when": time.time(),
     }
 
 
-def _end_with_parent(folder: Path) -> None:
-    """End when the launcher is gone, even by SIGKILL: its end of a pipe closes."""
-    parent_process().join()
+def _lost_a_peer(error: BaseException) -> bool:
+    if hasattr(error, "waited_for"):  # a mesh's
+        return True
+    if isinstance(error, dist.DistStoreError | dist.DistNetworkError):  # rendezvous
+        return True
+    if "gloo/transport" in str(error) or "ncclRemoteError" in str(error):  # gloo raises plain RuntimeErrors
+        return True
+    return isinstance(error, ConnectionError | TimeoutError | EOFError) and flight.position().inside
+
+
+def _end_with_parent(folder: Path, parent_id: int) -> None:
+    """End when the launcher is gone, even by SIGKILL: then its end of a pipe closes.
+
+    A process forked by another thread can hold that end open, so the parent's id is looked at, too.
+    """
+    parent = parent_process()
+    while parent.is_alive() and os.getppid() == parent_id:
+        parent.join(1.0)
+    _end_group(folder)
+
+
+def _end_group(folder: Path) -> None:
+    """End this rank and all it started, now that no launcher will do it."""
     shutil.rmtree(folder, ignore_errors=True)
     if hasattr(os, "killpg"):
         os.killpg(0, signal.SIGKILL)
@@ -123,11 +151,16 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def kill_group(process) -> None:
-    """Kill a rank and what it started. Safe while the process is not joined: until then its id is not used again."""
+    """Kill a rank, if it still runs, and what it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (AttributeError, ProcessLookupError, PermissionError):  # no groups here, or the rank never made its own
         process.kill()
+
+
+def under_torchrun() -> bool:
+    """Say whether a launcher (torchrun or alike) has already made this process one of several ranks."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
 def join_group(rank: int, world_size: int, backend: str | None, seconds: float, store_path: Path | None = None) -> None:
@@ -137,34 +170,34 @@ def join_group(rank: int, world_size: int, backend: str | None, seconds: float, 
     """
     if backend is None:
         return
-    choose_interface()
+    if (interface := gloo_interface()) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     options = {"timeout": datetime.timedelta(seconds=seconds)}
     if store_path is not None:
         options |= {"store": dist.FileStore(str(store_path), world_size), "rank": rank, "world_size": world_size}
     if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank)
         torch.cuda.set_device(device)
         options["device_id"] = device
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend, **options)
 
 
-def choose_interface() -> None:
-    """Make gloo use the loopback interface unless GLOO_SOCKET_IFNAME is set; check that one if it is.
+def gloo_interface() -> str | None:
+    """Return the network interface for gloo: GLOO_SOCKET_IFNAME if it is set, else loopback; None leaves it to gloo.
 
-    Raises ValueError if the interface does not exist (gloo's own message does not say which do). Several nodes need a
-    real interface, so there nothing is chosen.
+    Several nodes need a real interface, so there gloo chooses. Raises ValueError if the one that is set does not exist:
+    gloo's own message does not say which do.
     """
     if sys.platform == "win32":
-        return
+        return None
     names = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen is None:
-        one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        if one_node and loopback in names:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    elif not set(chosen.split(",")) <= set(names):
-        raise ValueError(f"GLOO_SOCKET_IFNAME={chosen!r}: no such interface; there are {', '.join(names)}")
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        if not set(chosen.split(",")) <= set(names):
+            raise ValueError(f"GLOO_SOCKET_IFNAME={chosen!r}: no such interface; there are {', '.join(names)}")
+        return chosen
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    one_node = not under_torchrun() or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return loopback if one_node and loopback in names else None
 
 
 def join(worker, world_size: int, args: tuple, backend: str | None, seconds: float) -> list:

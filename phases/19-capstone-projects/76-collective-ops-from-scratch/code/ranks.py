@@ -5,22 +5,28 @@ returned. Whatever goes wrong first on any rank ends all of them within seconds,
 Under `torchrun` the processes exist already: there `run_ranks` joins them instead.
 """
 
+import dataclasses
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+import warnings
+from contextlib import suppress
 from multiprocessing import connection, get_context
 from pathlib import Path
 
 import flight
 import rank_process
 import torch
+import torch.distributed as dist
 import wire
+from rank_process import under_torchrun
 
-GRACE = 1.0  # seconds a failed run waits for the report of the rank that caused it, and a rank has to end by itself
+GRACE = 1.0  # seconds: after a first failure, for a better-placed rank to report the cause; and for ranks to end
+POLL = 0.2  # seconds between looks at the processes: a rank's own children can hold open what tells of its end
 
 
 class RankError(RuntimeError):
@@ -30,16 +36,15 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, rank: int, exitcode: int | None, reason: str, collective: str = "", traceback: str = ""):
-        lines = [f"rank {rank} {reason}"]
-        lines += [f"it was {collective}"] if collective else []
-        lines += ["", traceback.rstrip()] if traceback else []
-        super().__init__("\n".join(lines))
-        self.rank, self.exitcode, self.collective, self.traceback = rank, exitcode, collective, traceback
+        super().__init__(rank, exitcode, reason, collective, traceback)  # all of them, so that it can be pickled
+        self.rank, self.exitcode, self.reason = rank, exitcode, reason
+        self.collective, self.traceback = collective, traceback
 
-
-def under_torchrun() -> bool:
-    """Say whether a launcher (torchrun or alike) has already made this process one of several ranks."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    def __str__(self) -> str:
+        lines = [f"rank {self.rank} {self.reason}"]
+        lines += [f"it was {self.collective}"] if self.collective else []
+        lines += ["", self.traceback.rstrip()] if self.traceback else []
+        return "\n".join(lines)
 
 
 def check_world_size(world_size: int) -> None:
@@ -51,13 +56,15 @@ def check_world_size(world_size: int) -> None:
 def run_ranks(worker, world_size, *args, backend="gloo", timeout=None, collective_timeout=60.0) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes; return [result of each rank].
 
-    Results are copies: tensors arrive on the CPU, detached. `timeout` (seconds) is a deadline for the whole run,
-    `collective_timeout` the longest wait in one communication. `backend` is "gloo", "nccl", or None: no process group.
+    Results are copies: tensors arrive on the CPU, detached. `timeout` (seconds) is a deadline for the whole run (not
+    under torchrun), `collective_timeout` the longest wait in one communication. `backend` is "gloo", "nccl", or None:
+    no process group.
 
     Raises ValueError for bad arguments before any process starts; RankError, naming the rank to blame, when a rank
-    raises, exits, is killed or stalls. No process is left in either case.
+    raises, exits, is killed or stalls. Either way no process is left, nor one that a rank started (unless that one made
+    itself a session of its own).
     """
-    _check(world_size, backend, timeout, collective_timeout)
+    _check(worker, world_size, backend, timeout, collective_timeout)
     if under_torchrun():
         return rank_process.join(worker, world_size, args, backend, collective_timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
@@ -65,43 +72,52 @@ def run_ranks(worker, world_size, *args, backend="gloo", timeout=None, collectiv
         return _Launch(run, rank_process.Call(worker, args)).results(timeout)
 
 
-def _check(world_size, backend, timeout, collective_timeout) -> None:
+def _check(worker, world_size, backend, timeout, collective_timeout) -> None:
+    if not callable(worker):
+        raise ValueError(f"worker must be a function (rank, world_size, ...), got {worker!r}")
     check_world_size(world_size)
     if backend not in ("gloo", "nccl", None):
         raise ValueError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
-    for name, seconds in (("timeout", timeout), ("collective_timeout", collective_timeout)):
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
-    if collective_timeout is None:
-        raise ValueError("collective_timeout must be a positive number of seconds, got None")
+    if timeout is not None:
+        _check_seconds("timeout", timeout)
+    _check_seconds("collective_timeout", collective_timeout)
+    if backend is not None:
+        rank_process.gloo_interface()  # the one that is asked for must exist
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
     if backend == "nccl" and world_size > gpus and not under_torchrun():
         raise ValueError(f"backend 'nccl' needs a GPU for each rank: {world_size} ranks, {gpus} GPUs")
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
 
 
 def start_method(backend: str | None) -> str:
     """Return "fork" or "spawn"; the environment variable RANKS_START_METHOD overrides the choice.
 
     Fork starts a rank in milliseconds because torch is imported already. It is safe on Linux without a GPU: ranks run
-    one thread, and autograd's device threads, which do not survive a fork, do not exist.
+    one thread, and autograd's device threads, which do not survive a fork, do not exist. A process that is a member of
+    a group already (a rank that launches ranks of its own) would hand that group down: it spawns.
     """
     forced = os.environ.get("RANKS_START_METHOD")
     if forced is not None:
         if forced not in ("fork", "spawn"):
             raise ValueError(f"RANKS_START_METHOD must be 'fork' or 'spawn', got {forced!r}")
         return forced
-    can_fork = sys.platform == "linux" and backend != "nccl" and not torch.accelerator.is_available()
-    return "fork" if can_fork else "spawn"
+    gpu = backend == "nccl" or torch.accelerator.is_available()
+    return "fork" if sys.platform == "linux" and not gpu and not dist.is_initialized() else "spawn"
 
 
-@dataclass
+@dataclasses.dataclass
 class _Failure:
     rank: int
     reason: str
-    exitcode: int | None = 1
+    exitcode: int | None
     when: float = 0.0
     traceback: str = ""
-    victim: bool = False  # raised because a message did not come or go: perhaps another rank is the cause
+    victim: bool = False  # raised because a message did not come or go: another rank is the cause, if it can be found
+    waited_for: int | None = None  # the rank whose message did not come, where that is known
 
 
 class _Launch:
@@ -109,70 +125,84 @@ class _Launch:
 
     def __init__(self, run: rank_process.Run, call: rank_process.Call):
         self.run, self.failures = run, {}
+        self.processes, self.pipes, self.running = [], [], set()
         flight.create(run.board, run.world_size)
         context = get_context(start_method(run.backend))
-        self.processes, self.pipes = [], []
         try:
             for rank in range(run.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=rank_process.main, args=(rank, run, call, theirs), name=f"rank {rank}")
                 self.pipes.append(ours)
-                process.start()
                 self.processes.append(process)
+                self.running.add(rank)
+                with warnings.catch_warnings():  # Python 3.12 warns of any fork beside a thread
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
                 theirs.close()
         except BaseException:
             self._end_all()
             raise
 
     def results(self, timeout: float | None) -> list:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Return each rank's result when all are there; raise RankError when one fails or time is up (None: never)."""
         try:
-            self._wait(deadline)
+            self._wait(timeout)
             if self.failures:
                 raise self._blame()
-            data = [self.run.result(rank).read_bytes() for rank in range(self.run.world_size)]
             for pipe in self.pipes:
-                pipe.send_bytes(b"exit")  # all have finished: nobody's last message can be lost any more
+                with suppress(OSError):  # died just now; its result is here
+                    pipe.send_bytes(b"exit")  # all have finished: nobody's last message can be lost any more
             self._wait_for_exit(5.0)
         finally:
             self._end_all()
-        return [wire.loads(item) for item in data]
+        return [self._result(rank) for rank in range(self.run.world_size)]
 
-    def _wait(self, deadline: float | None) -> None:
+    def _result(self, rank: int):
+        try:
+            return wire.loads(self.run.result(rank).read_bytes())
+        except Exception as error:
+            raise RankError(rank, 0, f"returned what cannot be decoded here: {error!r}") from error
+
+    def _wait(self, timeout: float | None) -> None:
         """Return when every rank has delivered its result, or when a failure's cause is known."""
-        waiting = set(range(self.run.world_size))
-        while waiting:
-            self._wait_once(waiting, deadline)
-            if not all(failure.victim for failure in self.failures.values()):
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        unfinished, patience = set(self.running), math.inf
+        while unfinished and all(failure.victim for failure in self.failures.values()):
+            now = time.monotonic()
+            if self.failures and patience == math.inf:  # only victims so far: let the rank at fault be seen
+                patience = now + GRACE
+            if now >= patience:
                 return
-            if self.failures:  # only victims so far: give the rank at fault a moment to be seen
-                patience = min(failure.when for failure in self.failures.values()) + GRACE - time.time()
-                if patience <= 0:
-                    return
-                deadline = min(deadline or float("inf"), time.monotonic() + patience)
-            elif deadline is not None and time.monotonic() >= deadline:
-                rank = self._furthest_behind(waiting)
-                self.failures[rank] = _Failure(rank, "had not finished when the run's deadline passed", exitcode=None)
+            if now >= end and not self.failures:
+                rank = self._furthest_behind(unfinished)
+                self.failures[rank] = _Failure(rank, f"had not finished within {timeout:g} s, the run's deadline", None)
                 return
+            self._listen(unfinished, min(POLL, patience - now, max(0.0, end - now)))
 
-    def _wait_once(self, waiting: set[int], deadline: float | None) -> None:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        handles = {self.processes[rank].sentinel: rank for rank in waiting}
-        handles |= {self.pipes[rank]: rank for rank in waiting}
-        for rank in {handles[handle] for handle in connection.wait(list(handles), timeout)}:
-            waiting.discard(rank)
-            if not self.run.result(rank).exists():
-                self.failures[rank] = self._why(rank)
+    def _listen(self, unfinished: set[int], seconds: float) -> None:
+        """Wait for news; take ranks that deliver, or die, out of `unfinished`. A rank that dies early has failed."""
+        sentinels = [self.processes[rank].sentinel for rank in self.running]
+        ready = connection.wait(sentinels + [self.pipes[rank] for rank in unfinished & self.running], seconds)
+        unfinished -= {rank for rank in unfinished if self.pipes[rank] in ready and self.run.result(rank).exists()}
+        for rank in [rank for rank in sorted(self.running) if not self._runs(rank)]:
+            unfinished.discard(rank)
+            self.failures[rank] = self._why(rank)
+
+    def _runs(self, rank: int) -> bool:
+        """Say whether a rank still runs. Whatever a rank started ends with it."""
+        process = self.processes[rank]
+        if rank in self.running and not process.is_alive():
+            self.running.discard(rank)
+            rank_process.kill_group(process)
+        return rank in self.running
 
     def _why(self, rank: int) -> _Failure:
-        process = self.processes[rank]
-        process.join(GRACE)
+        code = self.processes[rank].exitcode
         if self.run.error(rank).exists():
-            report = json.loads(self.run.error(rank).read_text())
-            return _Failure(rank, exitcode=process.exitcode, **report)
-        if process.exitcode is not None and process.exitcode < 0:
-            return _Failure(rank, f"was killed by {signal.Signals(-process.exitcode).name}", process.exitcode)
-        return _Failure(rank, f"exited with code {process.exitcode} without a result", process.exitcode)
+            return _Failure(rank, exitcode=code, **json.loads(self.run.error(rank).read_text()))
+        if code < 0:
+            return _Failure(rank, f"was killed by {signal.Signals(-code).name}", code)
+        return _Failure(rank, f"exited with code {code} before all ranks had finished", code)
 
     def _furthest_behind(self, ranks: set[int]) -> int:
         """Find the rank that others wait for: fewest communications entered, and not inside one."""
@@ -182,42 +212,57 @@ class _Launch:
     def _blame(self) -> RankError:
         """Choose the cause: a rank's own failure; else, when all who failed were waiting, a rank that kept them so."""
         positions = flight.read(self.run.board)
-        failure = min(self.failures.values(), key=lambda f: (f.victim, f.when))
-        others = set(range(self.run.world_size)) - set(self.failures)
-        if failure.victim and others:
-            behind, wanted = self._furthest_behind(others), positions[failure.rank]
-            if (positions[behind].count, positions[behind].inside) < (wanted.count, True):
-                did = "finished" if self.run.result(behind).exists() else "stalled"
-                waited = f"while rank {failure.rank} waited {wanted}, then {failure.reason}"
-                failure = _Failure(behind, f"{did} {waited}", exitcode=None)
+        failure = min(self.failures.values(), key=lambda failure: (failure.victim, failure.when))
+        if failure.victim:
+            failure = self._cause(failure, positions[failure.rank])
         traceback = failure.traceback or (self._stack(failure.rank) if failure.exitcode is None else "")
         return RankError(failure.rank, failure.exitcode, failure.reason, str(positions[failure.rank]), traceback)
 
+    def _cause(self, victim: _Failure, position: flight.Position) -> _Failure:
+        """Follow who waited for whom to a rank that runs on; if that is not known, take the one furthest behind."""
+        chain = [victim.rank]
+        while (last := self.failures.get(chain[-1])) and last.waited_for is not None:
+            if last.waited_for in chain:
+                cycle = [*chain[chain.index(last.waited_for) :], last.waited_for]
+                deadlock = f"deadlock: rank {' waited for rank '.join(map(str, cycle))}"
+                return dataclasses.replace(victim, reason=f"{victim.reason}\n{deadlock}")
+            chain.append(last.waited_for)
+        others = set(range(self.run.world_size)) - set(self.failures)
+        if not others:
+            return victim
+        rank = chain[-1] if chain[-1] in others else self._furthest_behind(others)
+        did = "finished" if self.run.result(rank).exists() else "stalled"
+        return _Failure(rank, f"{did} while rank {victim.rank} waited {position} and then {victim.reason}", None)
+
     def _stack(self, rank: int) -> str:
         """Ask a rank that still runs where it is (its faulthandler answers SIGUSR1); "" if it cannot say."""
-        if not hasattr(signal, "SIGUSR1") or not self.processes[rank].is_alive():
+        if not self._runs(rank) or not self.run.stack(rank).exists():
             return ""
         os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        launcher = f'  File "{rank_process.__file__}"'  # its own frames, the last, say nothing
         end, text = time.monotonic() + GRACE, ""
-        while time.monotonic() < end and "File" not in text:
+        while time.monotonic() < end and launcher not in text:
             self.processes[rank].join(0.02)
-            text = self.run.stack(rank).read_text() if self.run.stack(rank).exists() else ""
-        return text.partition(f'  File "{rank_process.__file__}"')[0]  # the launcher's own frames say nothing
+            text = self.run.stack(rank).read_text()
+        return text.partition(launcher)[0]
 
     def _wait_for_exit(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        running = {process.sentinel for process in self.processes}
-        while running and (left := end - time.monotonic()) > 0:
-            running -= set(connection.wait(list(running), left))
+        while (alive := [rank for rank in sorted(self.running) if self._runs(rank)]) and (
+            left := end - time.monotonic()
+        ) > 0:
+            connection.wait([self.processes[rank].sentinel for rank in alive], min(left, POLL))
 
     def _end_all(self) -> None:
         """Terminate, wait, kill: a rank that ignores SIGTERM ends too, and so do processes that a rank started."""
-        for process in self.processes:
-            if process.is_alive():
-                process.terminate()
-        self._wait_for_exit(GRACE if any(process.is_alive() for process in self.processes) else 0)
-        for process in self.processes:
-            rank_process.kill_group(process)
-            process.join()
+        self.running = {
+            rank for rank in self.running if self.processes[rank].pid is not None
+        }  # those that were started
+        for rank in self.running:
+            self.processes[rank].terminate()
+        self._wait_for_exit(GRACE)
+        for rank in self.running:
+            rank_process.kill_group(self.processes[rank])
+            self.processes[rank].join()
         for pipe in self.pipes:
             pipe.close()

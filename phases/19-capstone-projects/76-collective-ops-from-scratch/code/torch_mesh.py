@@ -6,11 +6,9 @@ import torch
 import torch.distributed as dist
 from mesh import Mesh
 
-_DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=lambda dtype: str(dtype)
-)
-_in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
+_in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
 
 
 class TorchMesh(Mesh):
@@ -29,7 +27,7 @@ class TorchMesh(Mesh):
             raise ValueError(f"a message may have {_MAX_DIM} dimensions, this tensor has {tensor.dim()}")
         sizes = [*tensor.shape, *[0] * (_MAX_DIM - tensor.dim())]
         header = torch.tensor([*tag, stamp, _DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
-        for part in (header, tensor.reshape(-1).clone()):
+        for part in (header, tensor.clone(memory_format=torch.contiguous_format).view(-1)):
             if part.numel():
                 _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
         while _in_flight and _in_flight[0][0].is_completed():
@@ -37,11 +35,18 @@ class TorchMesh(Mesh):
 
     def _take(self, src, tag):
         while not self._stash[src, tag]:
-            header = torch.empty(5 + _MAX_DIM, dtype=torch.int64)
-            dist.recv(header, group=self._group, group_src=src)
-            context, its_tag, stamp, dtype, dim, *sizes = header.tolist()
-            tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype])
-            if tensor.numel():
-                dist.recv(tensor.view(-1), group=self._group, group_src=src)
-            self._stash[src, (context, its_tag)].append((stamp, tensor))
+            try:
+                sender_tag, message = self._receive(src)
+            except RuntimeError as error:  # gloo's words name no rank
+                raise self._lost(src, tag, str(error)) from error
+            self._stash[src, sender_tag].append(message)
         return self._stash[src, tag].popleft()
+
+    def _receive(self, src):
+        header = torch.empty(5 + _MAX_DIM, dtype=torch.int64)
+        dist.recv(header, group=self._group, group_src=src)
+        context, tag, stamp, dtype, dim, *sizes = header.tolist()
+        tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype])
+        if tensor.numel():
+            dist.recv(tensor.view(-1), group=self._group, group_src=src)
+        return (context, tag), (stamp, tensor)

@@ -22,7 +22,7 @@ class _Ended(BaseException):
 
 
 class VirtualMesh(Mesh):
-    """One virtual rank's end of the mesh. Unbuffered, `send` returns only when the receiver has taken the message."""
+    """One virtual rank's end of the mesh. Unbuffered, a lone `send` returns only when the message has been taken."""
 
     def __init__(self, rank: int, cluster: "VirtualCluster"):
         super().__init__(rank, cluster.world_size)
@@ -30,7 +30,7 @@ class VirtualMesh(Mesh):
 
     def _post(self, dst, tag, stamp, tensor, lone):
         cluster, me = self._cluster, self.members[self.rank]
-        message = [stamp, tensor.clone(), False]  # taken?
+        message = [stamp, tensor.clone(memory_format=torch.contiguous_format), False]  # the last: has it been taken?
         cluster.meshes[dst]._arrived[me, tag].append(message)
         cluster.wake(dst)
         blocks = lone and not cluster.buffered
@@ -66,9 +66,10 @@ class VirtualCluster:
         self._running = set(range(self.world_size))
         self._results, self._error, self._failed_rank = [None] * self.world_size, None, None
         self._caller_turn = threading.Semaphore(0)
-        before = _random_state()
+        state = _random_state()
         threads = [
-            threading.Thread(target=self._rank, args=(rank, fn, args, before)) for rank in range(self.world_size)
+            threading.Thread(target=self._rank, args=(rank, fn, args, state), name=f"rank {rank}", daemon=True)
+            for rank in range(self.world_size)
         ]
         for thread in threads:
             thread.start()
@@ -76,13 +77,13 @@ class VirtualCluster:
         self._caller_turn.acquire()
         for thread in threads:
             thread.join()
-        _set_random_state(before)
-        if isinstance(self._error, DeadlockError):
-            raise self._error
-        if self._error is not None:
-            error = self._error
-            raise RankError(self._failed_rank, None, f"raised {type(error).__name__}: {error}") from error
-        return self._results
+        _set_random_state(state)
+        error = self._error
+        if error is None:
+            return self._results
+        if self._failed_rank is None:  # the scheduler's own: a deadlock
+            raise error
+        raise RankError(self._failed_rank, None, f"raised {type(error).__name__}: {error}") from error
 
     def wait(self, rank: int, peer: int, doing: str, ready) -> None:
         """Let other ranks run until `ready()`; the caller is `rank`, and waits for `peer`."""

@@ -49,15 +49,17 @@ class _Pickler(ForkingPickler):
     """Plain pickle, but tensors go as their own bytes and functions of modules loaded by path are found again."""
 
     def reducer_override(self, obj):
-        if type(obj) is torch.Tensor:
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return tensor_from_bytes, (tensor_to_bytes(obj), obj.dtype, tuple(obj.shape))
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # by value, too: torch would have its memory shared
         if isinstance(obj, FunctionType | type) and _loaded_by_path(obj.__module__):
             return _find, (obj.__module__, sys.modules[obj.__module__].__file__, obj.__qualname__)
         return NotImplemented
 
 
-def _loaded_by_path(module_name: str) -> bool:
-    if module_name == "__main__" or "." in module_name:
+def _loaded_by_path(module_name: str | None) -> bool:
+    if module_name in (None, "__main__") or "." in module_name:
         return False
     has_file = getattr(sys.modules.get(module_name), "__file__", None) is not None
     return has_file and importlib.machinery.PathFinder.find_spec(module_name) is None
