@@ -22,6 +22,18 @@ from storage import CrashingStorage
 STATES = small_states(2)
 
 
+CODE_RAN = []
+
+
+def run_code():
+    CODE_RAN.append("ran")
+
+
+class Dangerous:
+    def __reduce__(self):
+        return run_code, ()
+
+
 class Damaged(unittest.TestCase):
     """Each test starts from a good checkpoint of two ranks."""
 
@@ -249,19 +261,19 @@ class ShardFile(Damaged):
         self.refuse("rank0.bin: world_size: expected 2, but the shard itself says 3")
 
     def test_code_in_a_file_does_not_run(self):
-        ran = []
-
-        class Dangerous:
-            def __reduce__(self):
-                return ran.append, (1,)
-
-        (self.folder / "rank0.bin").write_bytes(pickle.dumps([Dangerous.__name__, "padding" * 20]))
+        dangerous = pickle.dumps(Dangerous())
+        pickle.loads(dangerous)
+        self.assertEqual(CODE_RAN, ["ran"], "this pickle should run code when loaded")
+        CODE_RAN.clear()
+        (self.folder / "rank0.bin").write_bytes(dangerous)
         self.mend()
         self.refuse("rank0.bin: not a shard file")
+        (self.folder / MANIFEST).write_bytes(dangerous)
+        self.refuse("manifest.json: not valid JSON")
         torch.save({"w": torch.ones(3)}, self.folder / "rank0.bin")
         self.mend()
         self.refuse("rank0.bin: not a shard file")
-        self.assertEqual(ran, [])
+        self.assertEqual(CODE_RAN, [])
 
     def craft(self, payload=bytes(8), **changes):
         """Put a shard with a header of our making in rank 0's place, size and sha256 correct."""
