@@ -25,6 +25,9 @@ class Bucket(FlatUnit):
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm):
         super().__init__(named_params, comm, extra=len(named_params))
+        for index, slot in enumerate(self.slots):
+            like = torch.empty_like(slot.param, device="meta")  # a gradient has its parameter's layout (channels_last)
+            self.views[index] = self.grad[slot.start :].as_strided(like.shape, like.stride())
         self.flags = self.memory[self.padded :]
         self.start_backward()
 
