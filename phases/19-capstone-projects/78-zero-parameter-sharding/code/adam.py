@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 1 << 16  # elements: 64K of each of five fp32 tensors stay in a core's cache from one operation to the next
+BLOCK = 1 << 16  # elements: on a CPU, 64K of each tensor stay in a core's cache from one operation to the next
 
 
 @dataclass(frozen=True)
@@ -18,34 +18,44 @@ class AdamSettings:
     weight_decay: float = 0.0
 
     def check(self) -> None:
-        """Raise ValueError for a value outside its range."""
-        for name, value, good in (
-            ("lr", self.lr, self.lr >= 0),
-            ("betas", self.betas, len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)),
-            ("eps", self.eps, self.eps >= 0),
-            ("weight_decay", self.weight_decay, self.weight_decay >= 0),
-        ):
-            if not good:
-                raise ValueError(f"{name} is out of range: {value!r}")
+        """Raise ValueError for a value that is no number or outside its range."""
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not (pair and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {self.betas!r}")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @torch.no_grad()
-def adam_step(param, grad, exp_avg, exp_avg_sq, step: int, settings: AdamSettings) -> None:
-    """Update `param` and both moments, 1-d tensors of one length and dtype. `step` counts from 1.
+def adam_step(
+    param: torch.Tensor,  # (n,), updated
+    grad: torch.Tensor,  # (n,), of any dtype
+    exp_avg: torch.Tensor,  # (n,), updated
+    exp_avg_sq: torch.Tensor,  # (n,), updated
+    step: int,
+    settings: AdamSettings,
+) -> None:
+    """Update `param` and both moments; all three are of one dtype. `step` counts from 1.
 
     Source: Kingma and Ba 2015; Loshchilov and Hutter 2019 for the decay.
     """
-    blocks = (tensor.split(BLOCK if tensor.is_cpu else max(1, tensor.numel())) for tensor in (param, grad))
-    moments = (tensor.split(BLOCK if tensor.is_cpu else max(1, tensor.numel())) for tensor in (exp_avg, exp_avg_sq))
-    for p, g, m, v in zip(*blocks, *moments, strict=True):
-        _adam_block(p, g, m, v, step, settings)
+    block = BLOCK if param.is_cpu else max(1, param.numel())
+    for parts in zip(*(tensor.split(block) for tensor in (param, grad, exp_avg, exp_avg_sq)), strict=True):
+        _adam_block(*parts, step, settings)
 
 
 def _adam_block(p, g, m, v, step: int, settings: AdamSettings) -> None:
     beta1, beta2 = settings.betas
+    g = g.to(p.dtype)
     if settings.weight_decay:
         p.mul_(1 - settings.lr * settings.weight_decay)
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(settings.eps)
+    denominator = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(settings.eps)
     p.addcdiv_(m, denominator, value=-settings.lr / (1 - beta1**step))

@@ -87,6 +87,20 @@ class TorchAdam:
         return self.param
 
 
+def mean_gradient(module, step: int, world_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of all ranks' gradients, computed here one after the other, and how far a sum may round.
+
+    Two orders of a sum of N numbers differ by at most 2 (N-1) eps sum|g|; here it is divided by N.
+    """
+    grads = []
+    for rank in range(world_size):
+        module.zero_grad()
+        mse(module, global_batch(step, ROWS * world_size, seed=seed), rank, world_size).backward()
+        grads.append(gather_flat_grads(module).cpu())
+    eps = torch.finfo(torch.float32).eps
+    return sum(grads) / world_size, 2 * (world_size - 1) * eps * sum(g.abs() for g in grads) / world_size
+
+
 def one_process(steps: int, world_size: int, seed: int, device: str) -> list[torch.Tensor]:
     """Train on the same global batches in one process with torch's Adam; return the parameters after each step."""
     module, params = MiniMLP(seed=seed).to(device), []
@@ -105,6 +119,17 @@ def check_bits(claims: demo.Claims, logs: list) -> None:
     demo.table(["rank", "last loss (its rows)", "parameter norm"], rows)
     equal = all(torch.equal(a, b) for log in logs for a, b in zip(log["params"], logs[0]["params"], strict=True))
     claims.check("after every step all ranks hold the same bits", equal)
+
+
+def check_gradients(claims: demo.Claims, logs: list, seed: int, device: str) -> None:
+    """The shards' gradients are the mean over ranks. Adam would hide a sum: it divides a common factor out."""
+    module, total, within = MiniMLP(seed=seed).to(device), logs[0]["params"][0].numel(), []
+    for step in range(len(logs[0]["grads"])):
+        scatter_flat_to_params(module, logs[0]["params"][step])
+        mean, bound = mean_gradient(module, step, len(logs), seed)
+        shards = torch.cat([log["grads"][step] for log in logs])[:total]  # without the padding
+        within.append(bool(((shards - mean).abs() <= bound).all()))
+    claims.check("gradients are the mean over ranks, within 2(N-1) eps sum|g|/N", all(within))
 
 
 def check_adam(claims: demo.Claims, logs: list, device: str) -> None:
@@ -153,6 +178,7 @@ def main() -> int:
     claims = demo.Claims()
     logs = run_ranks(train, args.world_size, args.steps, args.seed, backend=args.backend)
     check_bits(claims, logs)
+    check_gradients(claims, logs, args.seed, device)
     check_adam(claims, logs, device)
     check_against_torch(claims, logs, args.seed, device)
     check_cost(claims, logs)

@@ -2,14 +2,25 @@
 
 import torch
 
+STAGES = ("vanilla DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `least`. True and 2.0 are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
 
 def shard_bounds(total: int, world_size: int, rank: int) -> tuple[int, int, int]:
     """Return (start, end, chunk) of a rank's part of `total` elements: chunk = ceil(total / N), end <= total.
 
     The last ranks may hold less, or nothing; padded to `chunk`, all are equal.
     """
-    if total < 0 or world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"no shard {rank!r} of {total!r} elements over {world_size!r} ranks")
+    check_whole("total", total, least=0)
+    check_whole("world_size", world_size, least=1)
+    check_whole("rank", rank, least=0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be below world_size {world_size}, got {rank}")
     chunk = -(-total // world_size)
     return min(rank * chunk, total), min((rank + 1) * chunk, total), chunk
 
@@ -20,12 +31,12 @@ def model_state_bytes(p_params: int, world_size: int, stage: int, param_bytes: i
     Stage 0 is plain data parallelism; stage 1 shards optimizer state, 2 gradients too, 3 parameters too. Source:
     Rajbhandari et al. 2020, with ceil(P/N) for a shard.
     """
-    for name, value, least in (("p_params", p_params, 1), ("world_size", world_size, 1), ("stage", stage, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if stage > 3:
-        raise ValueError(f"stage must be 0 to 3, got {stage}")
-    chunk = -(-p_params // world_size)
+    check_whole("p_params", p_params, least=1)
+    check_whole("stage", stage, least=0)
+    check_whole("param_bytes", param_bytes, least=1)
+    if stage >= len(STAGES):
+        raise ValueError(f"stage must be at most {len(STAGES) - 1}, got {stage}")
+    chunk = shard_bounds(p_params, world_size, 0)[2]
     return {
         "parameters": param_bytes * (chunk if stage >= 3 else p_params),
         "gradients": param_bytes * (chunk if stage >= 2 else p_params),
@@ -36,7 +47,7 @@ def model_state_bytes(p_params: int, world_size: int, stage: int, param_bytes: i
 def memory_table(p_params: int, world_size: int) -> str:
     """Return a table of bytes a rank for plain DDP and stages 1 to 3 in fp32, and how far stage 1 lowers the sum."""
     rows, totals = [], []
-    for stage, name in enumerate(("vanilla DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+    for stage, name in enumerate(STAGES):
         held = model_state_bytes(p_params, world_size, stage)
         totals.append(sum(held.values()))
         drop = 100 * (1 - totals[-1] / totals[0])

@@ -4,24 +4,26 @@ A step is: reduce-scatter the gradients (each rank gets the mean of its shard), 
 parameters. On the wire that is exactly what one all-reduce costs; in memory the optimizer state shrinks N times.
 """
 
-from collections import OrderedDict
-
 import memory
 import torch
 from adam import AdamSettings, adam_step
-from comm import TorchComm
+from comm import Comm, TorchComm
 from flat import FlatUnit, plan_units, sync_module, trainable_parameters
+from mesh import must_agree
 from torch import nn
 
 
 class Shard:
-    """This rank's part of one flat unit: an fp32 master of its parameters, and both moments."""
+    """This rank's part of one flat unit: a master copy of its parameters and both moments, in fp32.
+
+    Parameters of a wider dtype (float64) have their state in that dtype.
+    """
 
     def __init__(self, unit: FlatUnit, rank: int, world_size: int):
         size = unit.padded // world_size
         self.unit, self.start, self.end = unit, rank * size, (rank + 1) * size
         self.params, self.grad = unit.data[self.start : self.end], unit.grad[self.start : self.end]  # views
-        self.master = self.params.float() if self.params.dtype != torch.float32 else self.params.clone()
+        self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32), copy=True)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -38,12 +40,20 @@ class Shard:
                 ranges.append((start, end))
         return ranges
 
+    def refresh_master(self) -> None:
+        """Follow what was written into the parameters; where they are still the master, rounded, it keeps its bits."""
+        if self.params.dtype == self.master.dtype:
+            self.master.copy_(self.params)
+        else:
+            unchanged = self.params == self.master.to(self.params.dtype)
+            self.master.copy_(torch.where(unchanged, self.master, self.params))
+
     def update(self, step: int, settings: AdamSettings) -> None:
         """Adam on the master; then the parameters take its values, rounded to their dtype."""
+        self.refresh_master()
         for start, end in self.trainable_ranges():
             part = slice(start, end)
-            grad = self.grad[part].float()
-            adam_step(self.master[part], grad, self.exp_avg[part], self.exp_avg_sq[part], step, settings)
+            adam_step(self.master[part], self.grad[part], self.exp_avg[part], self.exp_avg_sq[part], step, settings)
             self.params[part].copy_(self.master[part])
 
 
@@ -57,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     If any rank's gradient is not finite, no rank steps: `skipped_steps` counts these.
 
     Raises ValueError, before anything is changed, if `world_size` or `rank` is not the group's, a setting is out of
-    range, the module has nothing to train or a complex parameter, or the ranks' modules differ.
+    range, the module has nothing to train or a complex parameter, or the ranks' modules or settings differ.
     """
 
     def __init__(
@@ -71,10 +81,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         stage: int = 1,
-        comm=None,
+        comm: Comm | None = None,
     ):
         AdamSettings(lr, betas, eps, weight_decay).check()
-        named = trainable_parameters(module)
+        named = [(name, param) for name, param in trainable_parameters(module) if param.numel()]
+        if not named:
+            raise ValueError(f"all parameters of {type(module).__name__} that require a gradient are empty")
         comm = comm or TorchComm()
         if (world_size, rank) != (comm.world_size, comm.rank):
             raise ValueError(
@@ -82,27 +94,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if stage != 1:
             raise ValueError(f"stage must be 1, got {stage!r}")
+        settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        must_agree(comm, "the optimizer", settings)
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
         plan = [list(reversed(unit)) for unit in plan_units(named, cap_bytes=1 << 62)]  # one unit a dtype, in order
-        self.units = [FlatUnit(unit, self.comm, multiple=world_size) for unit in plan]
+        self.units = [FlatUnit(unit, self.comm, multiple=comm.world_size) for unit in plan]
         for unit in self.units:
             unit.own_parameters()
-        self.shards = [Shard(unit, rank, world_size) for unit in self.units]
+        self.shards = [Shard(unit, comm.rank, comm.world_size) for unit in self.units]
         self.steps, self.skipped_steps, self._reduced = 0, 0, False
-        self._init_optimizer(named, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        module.register_load_state_dict_post_hook(lambda *_: self.refresh_masters())
-        self.zero_grad()
-
-    def _init_optimizer(self, named: list, settings: dict) -> None:
-        """Be a torch Optimizer for schedulers, without its __init__, which would import torch._dynamo (1.2 s)."""
+        self._left_out = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state = settings, {}
         self.param_groups = [{"params": [param for _, param in named], **settings}]
-        for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
+        self.zero_grad()
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero all gradients; they stay views of the flat buffers, whatever `set_to_none` says."""
+    def add_param_group(self, param_group: dict) -> None:
+        """Raise ValueError: all parameters are one group."""
+        raise ValueError("ZeroOptimizer has one parameter group, the module's trainable parameters")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero all gradients. They stay views of the flat buffers, whatever `set_to_none` says."""
         for unit in self.units:
             unit.grad.zero_()
             for slot, view in zip(unit.slots, unit.views, strict=True):
@@ -118,38 +131,65 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r}, {norm_type!r}")
         self.reduce_gradients()
-        norms = torch.stack([torch.linalg.vector_norm(s.grad.float(), norm_type) for s in self.shards])
+        norms = torch.stack([torch.linalg.vector_norm(s.grad, norm_type, dtype=s.master.dtype) for s in self.shards])
         if norm_type == float("inf"):
             total = norms.max().reshape(1)
             self.comm.all_reduce(total, op="max")
         else:
-            total = norms.pow(norm_type).sum().reshape(1)
+            total = norms.double().pow(norm_type).sum().reshape(1)  # a power may leave the range of fp32
             self.comm.all_reduce(total)
-            total = total.pow(1 / norm_type)
+            total = total.pow(1 / norm_type).to(norms.dtype)
+        scale = (max_norm / (total[0] + 1e-6)).clamp(max=1.0)  # the 1e-6 is torch's: a zero gradient stays zero
         for shard in self.shards:
-            shard.grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+            shard.grad.mul_(scale)
         return total[0]
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Give each rank the mean gradient of its shard. `step` and `clip_grad_norm_` call it; twice does no harm."""
+        """Give each rank the mean gradient of its shard. `step` and `clip_grad_norm_` call it; twice does no harm.
+
+        The parameters' own gradients are used up by it: they are None until the next backward or `zero_grad`.
+        Raises RuntimeError if a gradient came after this call and before `step`: it would be lost.
+        """
         if self._reduced:
+            for slot in (slot for unit in self.units for slot in unit.slots):
+                if slot.param.grad is not None:
+                    raise RuntimeError(f"{slot.name} got a gradient after all were reduced: step or zero_grad first")
             return
+        self._check_parameters()
         for unit, shard in zip(self.units, self.shards, strict=True):
             for index, slot in enumerate(unit.slots):
-                if slot.param.grad is not None:
+                if slot.param.grad is None:
+                    unit.views[index].zero_()
+                else:
                     unit.take_grad(index)
+                slot.param.grad = None
             self.comm.reduce_scatter(shard.grad, unit.grad, op="avg")
         self._reduced = True
 
+    def _check_parameters(self) -> None:
+        """Raise ValueError if the module has changed in a way that the flat buffers cannot follow."""
+        for name, param in self._left_out:
+            if param.requires_grad:
+                raise ValueError(f"{name} was frozen when the optimizer was built: build a new one to train it")
+        for unit in self.units:
+            start, size = unit.data.data_ptr(), unit.data.element_size()
+            for slot in unit.slots:
+                if slot.param.data_ptr() != start + slot.start * size:
+                    raise ValueError(f"{slot.name} has left the flat buffer: move and convert a module, then wrap it")
+
     @torch.no_grad()
-    def step(self, closure=None):
-        """Reduce-scatter, Adam on this rank's shard, all-gather. Skipped by all ranks if a gradient is not finite."""
+    def step(self, closure=None) -> torch.Tensor | None:
+        """Reduce-scatter, Adam on this rank's shard, all-gather. Skipped by all ranks if a gradient is not finite.
+
+        `closure`, if given, computes the loss and its gradients first; its value is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.reduce_gradients()
+        self._reduced = False
         if self._all_finite():
             self.steps += 1
             group = self.param_groups[0]
@@ -163,7 +203,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _all_finite(self) -> bool:
         """Ask all ranks: those that disagreed on skipping a step would hang in the next collective."""
-        bad = torch.stack([~torch.isfinite(shard.grad).all() for shard in self.shards]).any().float().reshape(1)
+        extremes = [torch.isfinite(x) for shard in self.shards for x in shard.grad.aminmax()]  # NaN shows in both
+        bad = (~torch.stack(extremes)).any().float().reshape(1)
         self.comm.all_reduce(bad, op="max")
         return bad.item() == 0
 
@@ -171,67 +212,89 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit, shard in zip(self.units, self.shards, strict=True):
             self.comm.all_gather(unit.data, shard.params)
 
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the masters from the parameters: called after `module.load_state_dict`."""
-        for shard in self.shards:
-            shard.master.copy_(shard.params)
-
     def shard_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank: 12 ceil(P/N), summed over units."""
         return memory.logical_bytes([t for shard in self.shards for t in shard.tensors().values()])
 
     def memory(self) -> dict[str, tuple[int, int]]:
-        """Return (logical, live) bytes on this rank of parameters, gradients and optimizer state, padding included."""
+        """Return (logical, live) bytes on this rank of parameters, gradients and optimizer state, padding included.
+
+        Live bytes count the storages behind the module's own tensors too: they equal the logical ones only if nothing
+        is held twice.
+        """
+        slots = [slot for unit in self.units for slot in unit.slots]
+        own_grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
         held = {
-            "parameters": [unit.data for unit in self.units],
-            "gradients": [unit.grad for unit in self.units],
-            "optimizer": [tensor for shard in self.shards for tensor in shard.tensors().values()],
+            "parameters": ([unit.data for unit in self.units], [slot.param for slot in slots]),
+            "gradients": ([unit.grad for unit in self.units], own_grads),
+            "optimizer": ([tensor for shard in self.shards for tensor in shard.tensors().values()], []),
         }
-        return {name: (memory.logical_bytes(tensors), memory.live_bytes(tensors)) for name, tensors in held.items()}
+        return {name: (memory.logical_bytes(flat), memory.live_bytes(flat + own)) for name, (flat, own) in held.items()}
 
     def layout(self) -> list[dict]:
-        """Return which elements of each flat unit this rank's state holds: [start, end) of `total`, padding left out."""
+        """Return which elements [start, end) of each flat unit this rank's state holds; padding is left out."""
+        totals = [shard.unit.numel for shard in self.shards]
+        places = [(min(s.start, total), min(s.end, total)) for s, total in zip(self.shards, totals, strict=True)]
         return [
-            {
-                "unit": f"unit{index}",
-                "start": min(shard.start, shard.unit.numel),
-                "end": min(shard.end, shard.unit.numel),
-                "total": shard.unit.numel,
-            }
-            for index, shard in enumerate(self.shards)
+            {"unit": f"unit{index}", "start": start, "end": end, "total": total}
+            for index, ((start, end), total) in enumerate(zip(places, totals, strict=True))
         ]
 
+    @torch.no_grad()
     def state_dict(self) -> dict:
         """Return this rank's shard without padding, its layout, and the settings. Each rank saves its own."""
         state = {}
         for shard, place in zip(self.shards, self.layout(), strict=True):
+            shard.refresh_master()
             held = place["end"] - place["start"]
             state[place["unit"]] = {name: tensor[:held] for name, tensor in shard.tensors().items()}
-        settings = {key: value for key, value in self.param_groups[0].items() if key != "params"}
-        counts = {"steps": self.steps, "skipped_steps": self.skipped_steps}
-        return {"state": state, "layout": self.layout(), "settings": settings, **counts}
+        return {
+            "state": state,
+            "layout": self.layout(),
+            "names": [[slot.name for slot in unit.slots] for unit in self.units],
+            "settings": {key: value for key, value in self.param_groups[0].items() if key != "params"},
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Restore this rank's shard; the parameters follow the masters on all ranks. All ranks call it.
 
-        Raises ValueError, with nothing changed, if the shard is of another layout, shape or dtype.
+        Raises the same ValueError on all ranks, with nothing changed, if on any of them the state is not this rank's
+        (layout, parameter names, shapes, dtypes), or if the ranks bring different settings or counts.
         """
-        mine, saved = self.state_dict(), state_dict["state"]
-        if state_dict["layout"] != mine["layout"]:
-            raise ValueError(f"this rank's shard is {mine['layout']}, the state is for {state_dict['layout']}")
-        pairs = [
-            (name, live, saved[unit][name]) for unit in mine["state"] for name, live in mine["state"][unit].items()
-        ]
-        for name, live, tensor in pairs:
-            if (tensor.shape, tensor.dtype) != (live.shape, live.dtype):
-                expected = f"{live.dtype} {tuple(live.shape)}"
-                raise ValueError(f"{name} must be {expected}, got {tensor.dtype} {tuple(tensor.shape)}")
-        for _, live, tensor in pairs:
-            live.copy_(tensor)
-        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
-        self.param_groups[0].update(state_dict["settings"], betas=tuple(state_dict["settings"]["betas"]))
+        mine = self.state_dict()
+        faults = self.comm.agree(_fault_in(state_dict, mine))
+        if any(faults):
+            raise ValueError("; ".join(f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault))
+        common = {key: state_dict[key] for key in ("settings", "steps", "skipped_steps")}
+        must_agree(self.comm, "the optimizer's state", common)
+        for unit, tensors in mine["state"].items():
+            for name, tensor in tensors.items():
+                tensor.copy_(state_dict["state"][unit][name])
+        self.steps, self.skipped_steps = common["steps"], common["skipped_steps"]
+        self.param_groups[0].update(common["settings"], betas=tuple(common["settings"]["betas"]))
         for shard in self.shards:
             shard.params.copy_(shard.master)
         self._gather_parameters()
+
+
+def _fault_in(saved: dict, mine: dict) -> str | None:
+    """Say what about a saved state does not fit this rank's own; None if all of it does."""
+    try:
+        for key in ("layout", "names"):
+            if saved[key] != mine[key]:
+                return f"{key} must be {mine[key]}, got {saved[key]}"
+        kinds, found = ({name: _kinds(t) for name, t in state["state"].items()} for state in (mine, saved))
+        if found != kinds:
+            return f"state must be {kinds}, got {found}"
+        for key in ("steps", "skipped_steps"):
+            memory.check_whole(key, saved[key], least=0)
+        AdamSettings(**{key: saved["settings"][key] for key in ("lr", "betas", "eps", "weight_decay")}).check()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _kinds(tensors: dict) -> dict:
+    return {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
