@@ -121,10 +121,10 @@ def slowest(step: Callable, repeats: int, comm: Comm, control: list[int]) -> flo
     return seconds.item()
 
 
-def measure(rank: int, world_size: int) -> dict[str, dict]:
+def measure(rank: int, world_size: int, models: dict) -> dict[str, dict]:
     """Be one rank of the comparison: {model: its rows, and what was checked on the way}."""
     comm = TorchComm()
-    return {name: compare(comm, *settings) for name, settings in MODELS.items()}
+    return {name: compare(comm, *settings) for name, settings in models.items()}
 
 
 def compare(comm: Comm, build: Callable, shape: tuple[int, ...], pairs: int, repeats: int) -> dict:
@@ -169,7 +169,7 @@ def bench(args) -> int:
     small for a GPU.
     """
     claims, targets = demo.Claims(), TARGETS if args.backend == "gloo" else {}
-    found = run_ranks(measure, args.world_size, backend=args.backend)
+    found = run_ranks(measure, args.world_size, MODELS, backend=args.backend)
     for model, (_, _, pairs, repeats) in MODELS.items():
         where = f"{found[0][model]['numel']:,} parameters, {args.world_size} ranks, {args.backend}"
         report(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import contextlib
 import warnings
 
 import torch
@@ -123,14 +124,16 @@ class TestGradientsAsViews(unittest.TestCase):
             self.assertTrue(torch.equal(flat, local_mean(ThreeLayers, 2)))
 
     def test_gradients_take_no_more_memory_than_flat_buckets(self):
-        def rank(comm):
+        def rank(comm, accumulate):
             module = ThreeLayers()
             ddp = DistributedDataParallel(module, 200 / 2**20, comm)
-            backward(ddp, comm.rank)
+            with ddp.no_sync() if accumulate else contextlib.nullcontext():
+                backward(ddp, comm.rank)
             storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in module.parameters()}
             return len(storages), sum(storage.nbytes() for storage in storages.values())
 
-        self.assertEqual(virtual(2, rank), [(3, 4 * (123 + 6))] * 2)
+        for accumulate in (False, True):
+            self.assertEqual(virtual(2, rank, accumulate), [(3, 4 * (123 + 6))] * 2)
 
 
 class Kinds(nn.Module):

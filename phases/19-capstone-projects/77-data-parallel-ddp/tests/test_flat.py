@@ -188,11 +188,13 @@ class TestSyncModule(unittest.TestCase):
                 def sync(comm, src=src):
                     module = MiniMLP(seed=comm.rank)
                     sync_module(module, comm, src)
-                    return gather_flat_params(module), dict(comm.counters.calls), dict(comm.counters.bytes)
+                    counters = comm.counters
+                    return gather_flat_params(module), counters.calls, counters.bytes, counters.control_calls
 
-                for params, calls, sizes in virtual(world_size, sync):
+                for params, calls, sizes, control in virtual(world_size, sync):
                     self.assertTrue(torch.equal(params, gather_flat_params(MiniMLP(seed=src))))
                     self.assertEqual((calls, sizes), ({"broadcast": 1}, {"broadcast": 676 * 4}))
+                    self.assertEqual(control, 1)  # one comparison, of everything
 
     def test_buffers_of_every_kind(self):
         def sync(comm):
