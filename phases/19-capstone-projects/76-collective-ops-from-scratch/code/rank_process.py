@@ -174,7 +174,10 @@ def join_group(rank: int, world_size: int, backend: str | None, seconds: float, 
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     options = {"timeout": datetime.timedelta(seconds=seconds)}
     if store_path is not None:
-        options |= {"store": dist.FileStore(str(store_path), world_size), "rank": rank, "world_size": world_size}
+        store = dist.FileStore(str(store_path), world_size)
+        store.set(f"rank {rank}", "is here")  # ranks may start seconds apart; from here on, `seconds` is enough
+        store.wait([f"rank {each}" for each in range(world_size)], datetime.timedelta(days=1))
+        options |= {"store": store, "rank": rank, "world_size": world_size}
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank)
         torch.cuda.set_device(device)
