@@ -58,10 +58,11 @@ def train(rank: int, world_size: int, steps: int, seed: int = SEED) -> dict:
         log["losses"].append(loss.item())
         log["params"].append(gather_flat_params(module))
     return log | {
+        "state": optimizer.state_dict()["state"]["unit0"],
         "shard_bytes": optimizer.shard_bytes(),
         "memory": optimizer.memory(),
-        "calls": dict(comm.counters.calls),
-        "bytes": dict(comm.counters.bytes),
+        "calls": comm.counters.calls,
+        "bytes": comm.counters.bytes,
     }
 
 
@@ -139,7 +140,9 @@ def check_adam(claims: demo.Claims, logs: list, device: str) -> None:
     for step in range(len(logs[0]["grads"])):
         grad = torch.cat([log["grads"][step] for log in logs])[:total].to(device)
         equal &= torch.equal(optimizer.step(grad).cpu(), logs[0]["params"][step + 1])
-    claims.check("sharded Adam = torch's Adam on the same gradients, bit for bit", equal)
+    for name, whole in zip(("exp_avg", "exp_avg_sq"), optimizer.moments, strict=True):
+        equal &= torch.equal(torch.cat([log["state"][name] for log in logs]), whole.cpu())
+    claims.check("sharded Adam = torch's Adam on the same gradients, bit for bit, moments too", equal)
 
 
 def check_against_torch(claims: demo.Claims, logs: list, seed: int, device: str) -> None:

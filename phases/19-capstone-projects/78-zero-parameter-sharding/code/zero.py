@@ -128,6 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Norms of shards combine as sums of p-th powers (p = inf: as a maximum). Padding is zero and does not count.
         """
+        norm_type = float(norm_type)  # "inf" is one, too
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r}, {norm_type!r}")
         self.reduce_gradients()
@@ -136,9 +137,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             total = norms.max().reshape(1)
             self.comm.all_reduce(total, op="max")
         else:
-            total = norms.double().pow(norm_type).sum().reshape(1)  # a power may leave the range of fp32
+            total = norms.pow(norm_type).sum().reshape(1)
             self.comm.all_reduce(total)
-            total = total.pow(1 / norm_type).to(norms.dtype)
+            total = total.pow(1 / norm_type)
         scale = (max_norm / (total[0] + 1e-6)).clamp(max=1.0)  # the 1e-6 is torch's: a zero gradient stays zero
         for shard in self.shards:
             shard.grad.mul_(scale)

@@ -1,0 +1,183 @@
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+import contextlib
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+from comm import MeshComm
+from virtual import VirtualCluster
+
+LESSON = Path(__file__).resolve().parents[1]
+MAIN = LESSON / "code" / "main.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+PRINT_DYNAMO = "print([name for name in sys.modules if name.startswith('torch._dynamo')])"  # 1.2 s of each process
+
+spec = importlib.util.spec_from_file_location("main_78", MAIN)
+main_78 = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(main_78)
+
+
+def python(*arguments) -> subprocess.CompletedProcess:
+    """Run Python on these arguments, from a folder that is not the repository's."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, cwd=tempfile.gettempdir(), env=environment, check=False
+    )
+
+
+def changed(text: str, changes: dict[str, str]) -> str:
+    """Replace what must be there exactly once."""
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"there {text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def changed_copy(folder: str, file: str, changes: dict[str, str]) -> Path:
+    """Copy the code of lessons 76 to 78, with changes of one file of ours; returns the copy's main.py."""
+    for code in LESSON.parent.glob("7[678]-*/code"):
+        shutil.copytree(code, Path(folder, *code.relative_to(LESSON.parents[2]).parts))
+    ours = Path(folder, *(LESSON / "code").relative_to(LESSON.parents[2]).parts)
+    (ours / file).write_text(changed((ours / file).read_text(), changes))
+    return ours / "main.py"
+
+
+def run_virtually(optimizer, *arguments) -> tuple[int, str]:
+    """Run main() with another ZeroOptimizer, on virtual ranks: (exit code, output) in milliseconds."""
+    rank = threading.local()
+
+    def run_ranks(worker, world_size, *args, backend):
+        def be_rank(mesh):
+            rank.comm = MeshComm(mesh)
+            return worker(mesh.rank, world_size, *args)
+
+        return VirtualCluster(world_size).run(be_rank)
+
+    replaced = {"run_ranks": run_ranks, "TorchComm": lambda: rank.comm, "ZeroOptimizer": optimizer}
+    output = io.StringIO()
+    with mock.patch.multiple(main_78, **replaced), mock.patch.object(sys, "argv", ["main.py", *arguments]):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+            return main_78.main(), output.getvalue()
+
+
+class TestDemo(unittest.TestCase):
+    """The demonstration for each number of ranks, under torchrun, and with an optimizer that sums."""
+
+    @classmethod
+    def setUpClass(cls):
+        inside = f"import runpy, sys; sys.argv = ['main.py', '--world-size', '1']; run = runpy.run_path({str(MAIN)!r})"
+        commands = {n: [MAIN, "--world-size", n] for n in (2, 3, 4)}
+        commands[1] = ["-c", f"{inside}; code = run['main'](); {PRINT_DYNAMO}; sys.exit(code)"]
+        commands["torchrun"] = [*TORCHRUN, MAIN, "--steps", 3]
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+            commands["sums"] = [changed_copy(folder, "zero.py", MUTANTS["sum instead of mean"][0]), "--steps", 2]
+            runs = pool.map(lambda command: python(*command), commands.values())
+            cls.runs = dict(zip(commands, runs, strict=True))
+
+    def test_every_claim_holds(self):
+        for name in (1, 2, 3, 4, "torchrun"):
+            with self.subTest(name):
+                run = self.runs[name]
+                self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+                self.assertIn("-- 7 of 7 claims hold", run.stdout)
+                self.assertEqual((run.stdout.count("\nok "), run.stdout.count("FAIL")), (7, 0))
+
+    def test_a_claim_that_fails_ends_with_1(self):
+        self.assertEqual(self.runs["sums"].returncode, 1)
+        self.assertIn("FAIL  gradients are the mean over ranks", self.runs["sums"].stdout)
+        self.assertIn("failed: gradients are the mean over ranks", self.runs["sums"].stderr)
+
+    def test_nothing_imports_dynamo(self):
+        self.assertEqual(self.runs[1].stdout.splitlines()[-1], "[]")
+
+    def test_the_memory_table_is_for_this_model(self):
+        row = next(line for line in self.runs[4].stdout.splitlines() if line.startswith("ZeRO-1 "))
+        self.assertEqual(row.split(), ["ZeRO-1", "2,704", "2,704", "2,028", "7,436", "45.0%"])
+        self.assertIn("drop: 45.0%", self.runs[4].stdout)
+
+
+GATHER = "self.comm.all_gather(unit.data, shard.params)"
+MUTANTS = {  # what a wrong optimizer would do: changes of zero.py, and the claim that must fail
+    "sum instead of mean": ({'op="avg"': 'op="sum"'}, "gradients are the mean over ranks"),
+    "no all-gather": (
+        {"            self._gather_parameters()\n        else:": "        else:"},
+        "all ranks hold the same bits",
+    ),
+    "models not made equal": ({"        sync_module(module, comm)\n": ""}, "all ranks hold the same bits"),
+    "moments for the whole model": (
+        {"torch.zeros_like(self.master), torch": "torch.zeros(unit.padded)[:size], torch"},
+        "optimizer bytes a rank are 12 ceil(P/N)",
+    ),
+    "moments swapped": ({'"exp_avg": self.exp_avg,': '"exp_avg": self.exp_avg_sq,'}, "moments too"),
+    "moments forgotten": ({"        self.refresh_master()\n": "        self.exp_avg.zero_()\n"}, "torch's Adam on the"),
+    "steps not counted": ({"self.steps += 1": "self.steps = 1"}, "torch's Adam on the same gradients"),
+    "a shard of another rank": (
+        {"rank * size, (rank + 1) * size": "(world_size - 1 - rank) * size, (world_size - rank) * size"},
+        "torch's Adam on the same gradients",
+    ),
+    "gathered twice": ({GATHER: f"{GATHER}; {GATHER}"}, "one reduce-scatter and one all-gather a step"),
+}
+
+
+class TestMutants(unittest.TestCase):
+    """Wrong optimizers fail the demonstration's claims: these are checked, not only printed."""
+
+    def test_the_right_one_passes(self):
+        code, output = run_virtually(main_78.ZeroOptimizer, "--steps", "3")
+        self.assertEqual((code, output.count("FAIL")), (0, 0), output)
+
+    def test_each_is_caught_by_its_claim(self):
+        source = (LESSON / "code" / "zero.py").read_text()
+        for name, (changes, claim) in MUTANTS.items():
+            module = types.ModuleType("mutant")
+            exec(changed(source, changes), module.__dict__)
+            code, output = run_virtually(module.ZeroOptimizer, "--steps", "3")
+            failed = [line for line in output.splitlines() if line.startswith("FAIL")]
+            with self.subTest(name):
+                self.assertEqual(code, 1, output)
+                self.assertTrue(any(claim in line for line in failed), failed)
+
+
+class TestBench(unittest.TestCase):
+    def test_it_compares_with_torchs_own(self):
+        """With a model small enough for a test; the numbers mean nothing then."""
+        small = {"PAIRS = 1e-3, 3, 21": "PAIRS = 1e-3, 3, 6", "256, 4, 1024": "256, 4, 8"}
+        with tempfile.TemporaryDirectory() as folder:
+            run = python(changed_copy(folder, "zero_bench.py", small), "--bench", "--world-size", 2)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        self.assertIn("-- 3 of 3 claims hold", run.stdout)
+        for name in ("ours", "DDP + ZeroRedundancyOptimizer, tuned", "DDP + Adam, default"):
+            self.assertIn(f"\n{name} ", run.stdout)
+
+
+class TestPublicNames(unittest.TestCase):
+    def test_run_zero_returns_losses_norm_and_bytes_by_rank(self):
+        results = main_78.run_zero(2, 4)
+        self.assertEqual(sorted(results), [0, 1])
+        self.assertEqual([len(losses) for losses, _, _ in results.values()], [4, 4])
+        self.assertNotEqual(results[0][0], results[1][0])  # each rank's own rows
+        self.assertEqual(results[0][1], results[1][1])
+        self.assertEqual([held for _, _, held in results.values()], [12 * 338] * 2)
+        one = main_78.run_zero(1, 4)[0]
+        self.assertEqual(one[2], 12 * 676)
+
+    def test_all_names_are_there(self):
+        for name in main_78.__all__:
+            self.assertTrue(hasattr(main_78, name), name)
+
+
+if __name__ == "__main__":
+    unittest.main()
