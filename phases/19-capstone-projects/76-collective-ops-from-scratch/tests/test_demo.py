@@ -54,6 +54,10 @@ class TestFlags(unittest.TestCase):
         with mock.patch.dict(os.environ, WORLD_SIZE="3"):
             self.assertEqual(self.parse().world_size, 4)
 
+    def test_a_bench_runs_on_2_ranks_unless_told_otherwise(self):
+        self.assertEqual(self.parse("--bench").world_size, 2)
+        self.assertEqual(self.parse("--bench", "--world-size", "3").world_size, 3)
+
     def test_the_output_folder_is_made_when_it_is_needed(self):
         with tempfile.TemporaryDirectory() as folder:
             args = self.parse("--out", str(Path(folder, "a", "b")))
