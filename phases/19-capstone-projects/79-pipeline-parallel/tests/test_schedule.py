@@ -1,0 +1,178 @@
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+from schedule import (
+    SCHEDULES,
+    Compute,
+    Exchange,
+    ScheduleError,
+    add_messages,
+    bubble_fraction,
+    compute_orders,
+    consumer,
+    gpipe_schedule,
+    make_schedule,
+    measure_bubble,
+    needs,
+    timeline,
+)
+
+SIZES = [(n, m) for n in range(1, 9) for m in range(1, 9)]
+NOT_SIZES = (0, -1, True, False, 1.0, 2.5, "2", None)
+
+
+def text(order):
+    return " ".join(f"{c.kind}{c.microbatch}" for c in order if isinstance(c, Compute))
+
+
+class TestOrders(unittest.TestCase):
+    def test_gpipe_is_all_forwards_then_all_backwards(self):
+        for rank, program in make_schedule("gpipe", 3, 4).items():
+            self.assertEqual(text(program), "F0 F1 F2 F3 B0 B1 B2 B3")
+            self.assertEqual({c.stage for c in program if isinstance(c, Compute)}, {rank})
+
+    def test_1f1b_warms_up_alternates_and_drains(self):
+        schedule = make_schedule("1f1b", 4, 6)
+        self.assertEqual(text(schedule[0]), "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5")
+        self.assertEqual(text(schedule[1]), "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5")
+        self.assertEqual(text(schedule[2]), "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5")
+        self.assertEqual(text(schedule[3]), "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5")
+
+    def test_1f1b_with_fewer_microbatches_than_stages(self):
+        for m, expected in ((1, ["F0 B0"] * 4), (2, ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"])):
+            self.assertEqual([text(program) for program in make_schedule("1f1b", 4, m).values()], expected)
+
+    def test_warm_up_is_never_longer_than_the_batch(self):
+        for n, m in SIZES:
+            for rank, program in make_schedule("1f1b", n, m).items():
+                warm = text(program).split().index("B0")
+                self.assertEqual(warm, min(m, n - rank), (n, m, rank))
+
+    def test_unknown_names_and_bad_sizes_are_refused(self):
+        for name in ("GPipe", "", None, "zero-bubble"):
+            with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b"):
+                make_schedule(name, 2, 2)
+        for bad in NOT_SIZES:
+            for sizes in ((bad, 4), (4, bad), (2, 2, bad)):
+                with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
+                    make_schedule("1f1b", *sizes)
+
+
+class TestMessages(unittest.TestCase):
+    def test_each_result_for_another_rank_flies_once(self):
+        for name in SCHEDULES:
+            for n, m in SIZES:
+                schedule = make_schedule(name, n, m)
+                sends = [s for p in schedule.values() for i in p if isinstance(i, Exchange) for s in i.sends]
+                recvs = [r for p in schedule.values() for i in p if isinstance(i, Exchange) for r in i.recvs]
+                self.assertEqual(len(sends), 2 * (n - 1) * m)
+                self.assertEqual({s.feeds for s in sends}, {r.feeds for r in recvs})
+                self.assertEqual(len({s.feeds for s in sends}), len(sends))
+
+    def test_tags_tell_direction_stage_and_microbatch_apart(self):
+        works = [Compute(kind, stage, m) for kind in "FB" for stage in range(32) for m in range(200)]
+        self.assertEqual(len({work.tag for work in works}), len(works))
+        self.assertTrue(all(0 <= work.tag < 2**31 for work in works))
+
+    def test_1f1b_pairs_an_activation_with_the_gradient_that_flies_the_other_way(self):
+        program = make_schedule("1f1b", 2, 3)[0]
+        paired = [i for i in program if isinstance(i, Exchange) and i.sends and i.recvs]
+        self.assertEqual(
+            [str(i) for i in paired], ["send to rank 1 for F2 of stage 1 + receive from rank 1 for B1 of stage 0"]
+        )
+
+    def test_what_a_computation_needs_and_feeds(self):
+        self.assertEqual(needs(Compute("F", 0, 5), 3), [])
+        self.assertEqual(needs(Compute("F", 2, 5), 3), [Compute("F", 1, 5)])
+        self.assertEqual(needs(Compute("B", 2, 5), 3), [Compute("F", 2, 5)])
+        self.assertEqual(needs(Compute("B", 1, 5), 3), [Compute("F", 1, 5), Compute("B", 2, 5)])
+        self.assertEqual(consumer(Compute("F", 1, 5), 3), Compute("F", 2, 5))
+        self.assertEqual(consumer(Compute("B", 1, 5), 3), Compute("B", 0, 5))
+        self.assertIsNone(consumer(Compute("F", 2, 5), 3))
+        self.assertIsNone(consumer(Compute("B", 0, 5), 3))
+
+    def test_stages_of_one_rank_need_no_message(self):
+        order = [Compute("F", 0, 0), Compute("F", 1, 0), Compute("B", 1, 0), Compute("B", 0, 0)]
+        self.assertEqual(add_messages({0: order}), {0: order})
+
+
+class TestBubble(unittest.TestCase):
+    def test_the_measured_bubble_is_the_formula_whatever_f_and_b_cost(self):
+        for name in SCHEDULES:
+            for n, m in SIZES:
+                schedule = make_schedule(name, n, m)
+                for forward, backward in ((1, 1), (1, 2), (3, 1), (0.7, 1.9)):
+                    measured = measure_bubble(schedule, forward=forward, backward=backward)
+                    self.assertAlmostEqual(measured, bubble_fraction(n, m), 12, (name, n, m, forward, backward))
+
+    def test_it_is_measured_not_restated(self):
+        """One microbatch at a time: one of N stages works at any moment, so the bubble is 1 - 1/N."""
+        for n in (1, 2, 3, 4):
+            orders = {r: [Compute(kind, r, m) for m in range(5) for kind in "FB"] for r in range(n)}
+            self.assertAlmostEqual(measure_bubble(orders, backward=2), 1 - 1 / n)
+
+    def test_costs_are_used(self):
+        """N = 2, M = 1 and F of the second stage delayed: F0 F0 B0 B0 takes 2F + 2B."""
+        slots = timeline(make_schedule("gpipe", 2, 1), forward=3, backward=5)
+        self.assertEqual([(s.start, s.end, s.rank) for s in slots], [(0, 3, 0), (3, 6, 1), (6, 11, 1), (11, 16, 0)])
+
+    def test_known_values(self):
+        self.assertEqual(bubble_fraction(4, 4), 3 / 7)
+        self.assertEqual(bubble_fraction(1, 5), 0)
+        self.assertAlmostEqual(measure_bubble(gpipe_schedule(4, 4), 4, 4), 3 / 7)
+
+    def test_bad_sizes_and_costs_are_refused(self):
+        for sizes in (
+            (0, 4),
+            (4, 0),
+            (4, -1),
+            (1, 0),
+            *((bad, 2) for bad in NOT_SIZES),
+            *((2, bad) for bad in NOT_SIZES),
+        ):
+            for function in (bubble_fraction, gpipe_schedule):
+                with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
+                    function(*sizes)
+        schedule = make_schedule("gpipe", 2, 3)
+        for cost in (0, -1, True, float("nan")):
+            with self.assertRaisesRegex(ValueError, "must cost more than 0"):
+                measure_bubble(schedule, backward=cost)
+        for sizes, message in (((3, 3), "num_stages is 3, but the schedule has 2"), ((2, 2), "num_microbatches is 2")):
+            with self.assertRaisesRegex(ValueError, message):
+                measure_bubble(schedule, *sizes)
+        for empty in ({}, [], {0: []}):
+            with self.assertRaisesRegex(ValueError, "empty"):
+                measure_bubble(empty)
+
+    def test_an_order_that_can_never_run_names_the_instruction(self):
+        orders = compute_orders(make_schedule("gpipe", 2, 2))
+        orders[1].reverse()
+        with self.assertRaisesRegex(ScheduleError, r"rank 0, instruction 2 \(B0 of stage 0\).*B0 of stage 1"):
+            timeline(orders)
+
+
+class TestGpipeSchedule(unittest.TestCase):
+    def test_by_hand(self):
+        self.assertEqual(
+            gpipe_schedule(2, 2),
+            [
+                *[(0, 0, 0, "F"), (1, 0, 1, "F"), (1, 1, 0, "F"), (2, 1, 1, "F")],
+                *[(3, 1, 0, "B"), (4, 0, 0, "B"), (4, 1, 1, "B"), (5, 0, 1, "B")],
+            ],
+        )
+
+    def test_cycles_in_closed_form(self):
+        for n, m in SIZES:
+            expected = {(stage + i, stage, i, "F") for stage in range(n) for i in range(m)}
+            expected |= {(m + n - 1 + n - 1 - stage + i, stage, i, "B") for stage in range(n) for i in range(m)}
+            found = gpipe_schedule(n, m)
+            self.assertEqual(set(found), expected)
+            self.assertEqual(len(found), 2 * n * m)
+            self.assertTrue(all(type(value) is int for row in found for value in row[:3]))
+
+
+if __name__ == "__main__":
+    unittest.main()
