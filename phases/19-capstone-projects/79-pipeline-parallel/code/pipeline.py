@@ -1,0 +1,196 @@
+"""The interpreter: one rank runs its program of the schedule over a `Comm`, with several microbatches in flight."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from comm import Comm, TorchComm
+from mesh import Mesh, must_agree
+from schedule import Compute, Exchange, consumer
+from schedule_check import check_schedule
+from torch import nn
+from wire import dtype_name
+
+
+class _Resume(torch.autograd.Function):
+    """A scalar whose backward pass hands `gradient` to y. (y.backward(gradient) does too, but first imports sympy.)"""
+
+    @staticmethod
+    def forward(ctx, y, gradient):
+        ctx.gradient = gradient
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient, None
+
+
+class Pipeline:
+    """One rank's part of a pipeline. `step` runs one batch: gradients accumulate in the parameters, losses come back.
+
+    `stages`: this rank's stage; or, in a schedule with several a rank, the list of stages rank, rank + N, ...
+    `shapes`: the input shape of every stage for one microbatch; `shapes[0]` is the microbatch's own.
+    `dtype`: of what flies between stages. `loss_fn(output, target)`: the mean over one microbatch.
+
+    Raises ValueError if the schedule is wrong, or on every rank if they disagree about it, the shapes or the dtype.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        schedule: dict[int, list[Compute | Exchange]],
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+        comm: Comm | None = None,
+    ):
+        comm = TorchComm() if comm is None else comm
+        modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+        facts = check_schedule(schedule)
+        self.num_stages, self.num_microbatches = facts.num_stages, facts.num_microbatches
+        self.shapes, self.dtype, self.loss_fn = [tuple(shape) for shape in shapes], dtype, loss_fn
+        self.stages = dict(zip(range(comm.rank, self.num_stages, comm.world_size), modules, strict=False))
+        plan = {"schedule": _digest(schedule), "stages": len(modules), "dtype": dtype_name(dtype)}
+        must_agree(comm, "the pipeline", plan | {"shapes": [list(shape) for shape in self.shapes]})
+        self._check_plan(facts.num_ranks, comm.world_size, len(modules))
+        self.comm, self.peak_live = comm.unchecked(), 0  # from here on, all ranks know what all others do
+        self.last_rank = (self.num_stages - 1) % comm.world_size
+        tagged = comm.device.type == "cpu"  # NCCL has no tags: there messages must be posted as the schedule pairs them
+        self.program = receive_early(schedule[comm.rank]) if tagged else schedule[comm.rank]
+        self._run = {"F": self._forward, "B": self._backward}
+
+    def step(self, microbatches: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run forward and backward of one batch; return the M losses, (M,) in float64, on every rank.
+
+        Gradients are those of the mean over all M microbatches. All ranks pass the same microbatches and targets: the
+        first stage reads the ones, the last stage the others. Raises ValueError, on every rank and before anything is
+        sent, unless there are M of both and the microbatches all have the agreed shape.
+        """
+        self._check_batch(microbatches, targets)
+        self._microbatches, self._targets = microbatches, targets
+        self._losses = torch.zeros(self.num_microbatches, dtype=torch.float64, device=self.comm.device)
+        self._live: dict[tuple[int, int], tuple] = {}  # (stage, microbatch) -> (input, output with its graph)
+        self._inbox: dict[Compute, tuple] = {}  # computation -> (tensor that feeds it, Work to wait for, or None)
+        self._outbox: dict[Compute, torch.Tensor] = {}  # computation on another rank -> tensor that feeds it
+        self._in_flight: deque = deque()  # sends whose memory is still being read
+        for instruction in self.program:
+            if isinstance(instruction, Exchange):
+                self._exchange(instruction)
+            else:
+                self._run[instruction.kind](instruction)
+        self._finish_sends(0)
+        self.comm.broadcast(self._losses, src=self.last_rank)
+        return self._losses
+
+    def _forward(self, work: Compute) -> None:
+        x = self._microbatches[work.microbatch] if work.stage == 0 else self._take(work).requires_grad_()
+        y = self.stages[work.stage](x)
+        if work.stage == self.num_stages - 1:
+            loss = self.loss_fn(y, self._targets[work.microbatch])
+            self._losses[work.microbatch] = loss.detach()
+            y = loss / self.num_microbatches  # the sum of the M gradients is then the gradient of the mean
+        else:
+            self._give(work, y.detach())
+        self._live[work.stage, work.microbatch] = x, y
+        self.peak_live = max(self.peak_live, len(self._live))
+
+    def _backward(self, work: Compute) -> None:
+        x, y = self._live.pop((work.stage, work.microbatch))
+        if work.stage < self.num_stages - 1:
+            y = _Resume.apply(y, self._take(work))
+        if y.requires_grad:  # not so in a first stage whose parameters are all frozen
+            y.backward()
+        if work.stage > 0:
+            self._give(work, torch.zeros_like(x) if x.grad is None else x.grad)
+
+    def _exchange(self, exchange: Exchange) -> None:
+        buffers = [(m.feeds, self._buffer(m.feeds)) for m in exchange.recvs]
+        sends = [(self._outbox.pop(m.feeds), m.peer, m.feeds.tag) for m in exchange.sends]
+        recvs = [(b, m.peer, m.feeds.tag) for (_, b), m in zip(buffers, exchange.recvs, strict=True)]
+        work = self.comm.exchange(sends, recvs)
+        self._inbox |= {feeds: (buffer, work) for feeds, buffer in buffers}
+        if sends:
+            self._in_flight.append((work, sends))
+            self._finish_sends(self.comm.world_size)
+
+    def _finish_sends(self, allowed: int) -> None:
+        """Wait until at most `allowed` exchanges are in flight, so that what was sent is not kept until the end."""
+        while len(self._in_flight) > allowed:
+            self._in_flight.popleft()[0].wait()
+
+    def _take(self, work: Compute) -> torch.Tensor:
+        tensor, arrival = self._inbox.pop(work)
+        if arrival is not None:
+            arrival.wait()
+        return tensor
+
+    def _give(self, work: Compute, tensor: torch.Tensor) -> None:
+        feeds = consumer(work, self.num_stages)
+        expected = self.shapes[max(work.stage, feeds.stage)]
+        if (tuple(tensor.shape), tensor.dtype) != (expected, self.dtype):
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{work} made {got}; stage {feeds.stage} was promised {expected} {self.dtype}")
+        if feeds.stage in self.stages:
+            self._inbox[feeds] = (tensor, None)  # the next stage is on this rank, too
+        else:
+            self._outbox[feeds] = tensor
+
+    def _buffer(self, feeds: Compute) -> torch.Tensor:
+        shape = self.shapes[feeds.stage if feeds.kind == "F" else feeds.stage + 1]
+        return torch.empty(shape, dtype=self.dtype, device=self.comm.device)
+
+    def _check_plan(self, num_ranks: int, world_size: int, num_modules: int) -> None:
+        if num_ranks != world_size:
+            raise ValueError(f"the schedule is for {num_ranks} ranks, there are {world_size}")
+        if num_modules * num_ranks != self.num_stages:
+            raise ValueError(f"{num_modules} stages on each of {num_ranks} ranks, the schedule has {self.num_stages}")
+        if len(self.shapes) != self.num_stages:
+            raise ValueError(f"{self.num_stages} stages need as many input shapes, got {len(self.shapes)}")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"gradients need floating-point activations, got {dtype_name(self.dtype)}")
+
+    def _check_batch(self, microbatches, targets) -> None:
+        for what, items in (("microbatches", microbatches), ("targets", targets)):
+            if len(items) != self.num_microbatches:
+                raise ValueError(f"the schedule has {self.num_microbatches} microbatches, got {len(items)} {what}")
+        for m, x in enumerate(microbatches):
+            if tuple(x.shape) != self.shapes[0]:
+                raise ValueError(f"microbatch {m} is {tuple(x.shape)}, agreed was {self.shapes[0]} for each")
+        for m, target in enumerate(targets):
+            if target.shape != targets[0].shape:
+                raise ValueError(f"target {m} is {tuple(target.shape)}, target 0 {tuple(targets[0].shape)}")
+
+
+def receive_early(program: list[Compute | Exchange], by: int = 2) -> list[Compute | Exchange]:
+    """Post each receive alone and `by` exchanges earlier, so that messages arrive while this rank computes.
+
+    Only for transports with tags. The price is memory for `by` more messages, whatever M is.
+    """
+    recvs = [[Exchange(recvs=(m,)) for m in item.recvs] for item in program if isinstance(item, Exchange)]
+    early = [receive for group in recvs[:by] for receive in group]
+    later = iter(recvs[by:])
+    for item in program:
+        if isinstance(item, Compute):
+            early.append(item)
+        else:
+            early += [Exchange(sends=item.sends)] if item.sends else []
+            early += next(later, [])
+    return early
+
+
+def pass_messages(mesh: Mesh, schedule: dict[int, list[Compute | Exchange]]) -> None:
+    """Run a schedule's messages alone, empty, without a model: a test of its communication.
+
+    On VirtualCluster(buffered=False) a send that is posted alone waits for its receiver.
+    """
+    for item in schedule[mesh.rank]:
+        if isinstance(item, Exchange):
+            for message in item.sends:
+                mesh.send(message.peer, torch.empty(0), message.feeds.tag, lone=not item.recvs)
+            for message in item.recvs:
+                mesh.recv(message.peer, message.feeds.tag)
+
+
+def _digest(schedule) -> str:
+    return hashlib.sha256(repr(sorted(schedule.items())).encode()).hexdigest()[:16]

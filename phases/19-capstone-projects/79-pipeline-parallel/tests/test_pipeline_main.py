@@ -1,0 +1,61 @@
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+MAIN = Path(__file__).resolve().parents[1] / "code" / "main.py"
+PUBLIC = "bubble_fraction gpipe_schedule measure_bubble render_gantt StageMLP run_pipeline SCHEDULES make_schedule"
+RUN = """
+import json, runpy, sys
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    heavy = [name for name in ("sympy", "torch._dynamo", "torch.distributed.pipelining") if name in sys.modules]
+    print(json.dumps({"code": end.code, "heavy": heavy}))
+"""
+
+
+class TestDemo(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with tempfile.TemporaryDirectory() as folder:
+            # Three ranks, fewer microbatches than stages, and not the default of anything.
+            options = ["--world-size", "3", "--microbatches", "2", "--steps", "2", "--seed", "3", "--out", folder]
+            script = f"import sys; sys.argv[:] = {[str(MAIN), *options]!r}\n{RUN}"
+            run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+            cls.files = sorted(path.name for path in Path(folder).iterdir())
+        cls.lines, cls.errors = run.stdout.splitlines(), run.stderr
+
+    def test_every_claim_holds(self):
+        self.assertEqual(json.loads(self.lines[-1])["code"], 0, self.errors)
+        claims = [line for line in self.lines if line.startswith("ok  ")]
+        self.assertIn(f"{len(claims)} of {len(claims)} claims hold", self.lines[-2])
+        self.assertEqual(len(claims), 9)
+        self.assertFalse([line for line in self.lines if line.startswith("FAIL")])
+
+    def test_the_charts_are_saved(self):
+        self.assertEqual(self.files, ["gantt.png"])
+
+    def test_nothing_heavy_is_imported(self):
+        """Backward through a received gradient would import sympy, an optimizer of torch's its compiler."""
+        self.assertEqual(json.loads(self.lines[-1])["heavy"], [])
+
+
+class TestPublicNames(unittest.TestCase):
+    def test_main_exposes_them(self):
+        spec = importlib.util.spec_from_file_location("main_79", MAIN)
+        main = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(main)
+        for name in [*PUBLIC.split(), "check_schedule", "Pipeline"]:
+            self.assertIn(name, main.__all__)
+        for name in main.__all__:
+            self.assertTrue(hasattr(main, name), name)
+
+
+if __name__ == "__main__":
+    unittest.main()
