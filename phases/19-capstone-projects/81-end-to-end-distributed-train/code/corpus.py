@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from memory import check_whole
 
 SUCCESSORS = (0.5, 0.2, 0.15, 0.1, 0.05)  # after each token, five tokens may follow, with these probabilities
 
@@ -43,9 +44,11 @@ class Language:
 
 
 def make_corpus(seed: int, total_tokens: int) -> torch.Tensor:
-    """Return a text of the synthetic language of `seed`: token ids (total_tokens,), the same on every machine."""
-    if total_tokens < 1:
-        raise ValueError(f"total_tokens must be at least 1, got {total_tokens}")
+    """Return a text of the synthetic language of `seed`: token ids (total_tokens,), the same on every machine.
+
+    Raises ValueError unless `total_tokens` is a whole number of at least 1.
+    """
+    check_whole("total_tokens", total_tokens, least=1)
     return Language(seed).sample(total_tokens)
 
 
@@ -59,53 +62,69 @@ class Corpus:
     yardstick: float
     yardstick_name: str
 
+    @classmethod
+    def split(cls, tokens: torch.Tensor, vocab: int, yardstick: float, yardstick_name: str) -> "Corpus":
+        """Hold the last tenth of the tokens out."""
+        cut = len(tokens) * 9 // 10
+        return cls(tokens[:cut], tokens[cut:], vocab, yardstick, yardstick_name)
+
     def fingerprint(self) -> str:
         """Return a hash of the tokens, which a resumed run must share."""
         return hashlib.sha256(torch.cat([self.train, self.held_out]).numpy().tobytes()).hexdigest()[:16]
 
 
 def synthetic(seed: int, total_tokens: int = 40_000) -> Corpus:
-    """Return a corpus of the synthetic language, a tenth of it held out."""
+    """Return a corpus of the synthetic language."""
     tokens = make_corpus(seed, total_tokens)
-    cut = total_tokens * 9 // 10
-    return Corpus(tokens[:cut], tokens[cut:], 64, Language.entropy_floor(), "entropy floor of the language")
+    return Corpus.split(tokens, Language.vocab, Language.entropy_floor(), "entropy floor of the language")
 
 
 def from_text(path: Path, seq: int) -> Corpus:
-    """Return a corpus of the characters of a UTF-8 text file: the vocabulary from the file, its last tenth held out.
+    """Return a corpus of the characters of a UTF-8 text file, line endings as "\\n"; the vocabulary is the file's.
 
-    Raises ValueError if the file cannot be read as text or is too short for one sequence on each side.
+    Raises ValueError if the file cannot be read as text, repeats one character, or its held-out tenth is shorter than
+    one sequence of `seq` tokens and the target of its last.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # -sig: some editors begin a file with an invisible mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {path}: cannot be read as UTF-8 text: {error}") from None
-    letters = {letter: i for i, letter in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([letters[letter] for letter in text], dtype=torch.int64)
-    cut = len(text) * 9 // 10
-    if min(cut, len(text) - cut) <= seq:
-        raise ValueError(f"--text {path}: {len(text)} characters are too few for sequences of {seq}")
-    entropy = -sum(n / len(text) * math.log(n / len(text)) for n in Counter(text).values())
-    return Corpus(tokens[:cut], tokens[cut:], len(letters), entropy, "unigram entropy of the text")
+        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    counts = Counter(text)
+    letters = {letter: i for i, letter in enumerate(sorted(counts))}
+    corpus = Corpus.split(
+        torch.tensor([letters[letter] for letter in text], dtype=torch.int64),
+        len(letters),
+        -sum(n / len(text) * math.log(n / len(text)) for n in counts.values()),
+        "unigram entropy of the text",
+    )
+    if len(corpus.held_out) <= seq or len(letters) < 2:
+        found = f"{len(text)} characters, {len(letters)} different ones"
+        raise ValueError(f"{path}: {found}: too few to train on sequences of {seq}, a tenth of them held out")
+    return corpus
 
 
 class Batches:
     """The batches of a run as a function of (seed, step): where training stands is one number.
 
     The tokens are cut into windows of `seq` (+ 1 for the last target). Each epoch visits them in a new order drawn from
-    (seed, epoch), `rows` a batch, and drops the few that do not fill one. Raises ValueError if all are too few.
+    (seed, epoch), `rows` a batch, and drops the few that do not fill one. Raises ValueError if there are fewer windows
+    than that.
     """
 
     def __init__(self, tokens: torch.Tensor, rows: int, seq: int, seed: int):
-        self.windows = tokens[: (len(tokens) - 1) // seq * seq + 1].unfold(0, seq + 1, seq)  # (windows, seq + 1)
-        self.rows, self.seed, self.per_epoch = rows, seed, len(self.windows) // rows
-        if self.per_epoch < 1:
-            raise ValueError(f"{len(tokens)} tokens hold {len(self.windows)} windows of {seq}: a batch needs {rows}")
+        check_whole("rows", rows, least=1)
+        check_whole("seq", seq, least=1)
+        count = max(0, len(tokens) - 1) // seq
+        if count < rows:
+            raise ValueError(f"{len(tokens)} tokens hold {count} windows of {seq}: a batch needs {rows}")
+        self.windows = tokens[: count * seq + 1].unfold(0, seq + 1, seq)  # (windows, seq + 1)
+        self.rows, self.seed, self.per_epoch = rows, seed, count // rows
+        self._epoch, self._order = None, None  # the order last drawn: an epoch is drawn once, not once a step
 
     def batch(self, step: int) -> torch.Tensor:
-        """Return step's windows for all ranks together (rows, seq + 1)."""
+        """Return the windows of a step (from 0), for all ranks together (rows, seq + 1)."""
         epoch, place = divmod(step, self.per_epoch)
-        order = torch.randperm(
-            len(self.windows), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        )
-        return self.windows[order[place * self.rows : (place + 1) * self.rows]]
+        if epoch != self._epoch:
+            draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self.windows), generator=draw)
+        return self.windows[self._order[place * self.rows : (place + 1) * self.rows]]

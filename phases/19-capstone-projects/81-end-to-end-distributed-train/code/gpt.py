@@ -28,11 +28,9 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(dim), Attention(dim, heads, dropout)
-        self.norm2, self.mlp = (
-            nn.LayerNorm(dim),
-            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)),
-        )
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads, dropout)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,9 +66,9 @@ class MiniGPT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) of token ids -> logits (batch, seq, vocab)."""
-        if tokens.shape[1] > self.seq:
-            raise ValueError(f"a sequence may have {self.seq} tokens, got {tokens.shape[1]}")
+        """(batch, seq) of token ids -> logits (batch, seq, vocab). Raises ValueError for any other shape."""
+        if tokens.dim() != 2 or tokens.shape[1] > self.seq:
+            raise ValueError(f"tokens must be (batch, seq), seq at most {self.seq}, got {tuple(tokens.shape)}")
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
