@@ -4,11 +4,13 @@ A step is: reduce-scatter the gradients (each rank gets the mean of its shard), 
 parameters. On the wire that is exactly what one all-reduce costs; in memory the optimizer state shrinks N times.
 """
 
-import memory
+from itertools import chain, zip_longest
+
 import torch
 from adam import AdamSettings, adam_step
 from comm import Comm, TorchComm
 from flat import FlatUnit, plan_units, sync_module, trainable_parameters
+from memory import check_whole, live_bytes, logical_bytes
 from mesh import must_agree
 from torch import nn
 
@@ -104,7 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.own_parameters()
         self.shards = [Shard(unit, comm.rank, comm.world_size) for unit in self.units]
         self.steps, self.skipped_steps, self._reduced = 0, 0, False
-        self._left_out = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state = settings, {}
         self.param_groups = [{"params": [param for _, param in named], **settings}]
@@ -159,6 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         self._check_parameters()
         for unit, shard in zip(self.units, self.shards, strict=True):
+            unit.grad[unit.numel :].zero_()  # clipping by a norm that is NaN makes the padding NaN, too
             for index, slot in enumerate(unit.slots):
                 if slot.param.grad is None:
                     unit.views[index].zero_()
@@ -170,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the module has changed in a way that the flat buffers cannot follow."""
-        for name, param in self._left_out:
+        for name, param in self._frozen_at_start:
             if param.requires_grad:
                 raise ValueError(f"{name} was frozen when the optimizer was built: build a new one to train it")
         for unit in self.units:
@@ -215,7 +218,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def shard_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank: 12 ceil(P/N), summed over units."""
-        return memory.logical_bytes([t for shard in self.shards for t in shard.tensors().values()])
+        return logical_bytes([t for shard in self.shards for t in shard.tensors().values()])
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """Return (logical, live) bytes on this rank of parameters, gradients and optimizer state, padding included.
@@ -230,20 +233,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "gradients": ([unit.grad for unit in self.units], own_grads),
             "optimizer": ([tensor for shard in self.shards for tensor in shard.tensors().values()], []),
         }
-        return {name: (memory.logical_bytes(flat), memory.live_bytes(flat + own)) for name, (flat, own) in held.items()}
+        return {name: (logical_bytes(flat), live_bytes(flat + own)) for name, (flat, own) in held.items()}
 
     def layout(self) -> list[dict]:
         """Return which elements [start, end) of each flat unit this rank's state holds; padding is left out."""
-        totals = [shard.unit.numel for shard in self.shards]
-        places = [(min(s.start, total), min(s.end, total)) for s, total in zip(self.shards, totals, strict=True)]
-        return [
-            {"unit": f"unit{index}", "start": start, "end": end, "total": total}
-            for index, ((start, end), total) in enumerate(zip(places, totals, strict=True))
-        ]
+        layout = []
+        for index, shard in enumerate(self.shards):
+            total = shard.unit.numel
+            start, end = min(shard.start, total), min(shard.end, total)
+            layout.append({"unit": f"unit{index}", "start": start, "end": end, "total": total})
+        return layout
 
     @torch.no_grad()
     def state_dict(self) -> dict:
-        """Return this rank's shard without padding, its layout, and the settings. Each rank saves its own."""
+        """Return this rank's shard without padding, its layout, and the settings. Each rank saves its own.
+
+        The tensors are the live ones: copy them to keep them. All else is JSON.
+        """
         state = {}
         for shard, place in zip(self.shards, self.layout(), strict=True):
             shard.refresh_master()
@@ -284,18 +290,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _fault_in(saved: dict, mine: dict) -> str | None:
     """Say what about a saved state does not fit this rank's own; None if all of it does."""
     try:
-        for key in ("layout", "names"):
-            if saved[key] != mine[key]:
-                return f"{key} must be {mine[key]}, got {saved[key]}"
-        kinds, found = ({name: _kinds(t) for name, t in state["state"].items()} for state in (mine, saved))
-        if found != kinds:
-            return f"state must be {kinds}, got {found}"
+        if saved["layout"] != mine["layout"]:
+            return f"layout must be {mine['layout']}, got {saved['layout']}"
+        for name, found in zip_longest(chain(*mine["names"]), chain(*saved["names"])):
+            if name != found:
+                return f"the state has parameter {found} where this model has {name}"
+        if _kinds(saved["state"]) != _kinds(mine["state"]):
+            return f"state must be {_kinds(mine['state'])}, got {_kinds(saved['state'])}"
         for key in ("steps", "skipped_steps"):
-            memory.check_whole(key, saved[key], least=0)
+            check_whole(key, saved[key], least=0)
         AdamSettings(**{key: saved["settings"][key] for key in ("lr", "betas", "eps", "weight_decay")}).check()
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _kinds(tensors: dict) -> dict:
-    return {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+def _kinds(state: dict) -> dict:
+    return {unit: {name: (str(t.dtype), tuple(t.shape)) for name, t in named.items()} for unit, named in state.items()}

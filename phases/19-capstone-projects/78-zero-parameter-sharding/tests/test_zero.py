@@ -655,6 +655,20 @@ class TestNotFinite(unittest.TestCase):
                         self.assertTrue(same([r[2] for r in results], [results[0][2]] * 3))
                         self.assertTrue(results[0][2].isfinite().all())
 
+    def test_a_clipped_nan_does_not_stay_in_the_padding(self):
+        def worker(comm, forget):
+            module = Flat(torch.ones(5))  # 8 with padding
+            optimizer = optimizer_for(module, comm)
+            for value in (float("nan"), 1.0, 2.0):
+                module.vector.grad = torch.full((5,), value)
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                forget(module)
+            return optimizer.skipped_steps, optimizer.steps
+
+        for forget in (lambda module: None, lambda module: module.zero_grad()):
+            self.assertEqual(virtual(4, worker, forget), [(1, 2)] * 4)
+
     def test_opposite_infinities_and_an_overflowing_sum(self):
         def worker(comm, values):
             module = Flat(torch.ones(2))

@@ -293,7 +293,7 @@ class TestRefusedStates(unittest.TestCase):
         damages = {
             "exp_avg.*torch.bfloat16": cast,
             r"'master': \('torch.float32', \(22,\)\)": cut,
-            "names must be": rename,
+            "the state has parameter second.weight where this model has first.weight": rename,
             "layout must be": shift,
             "KeyError: 'names'": lambda state: state.pop("names") and None,
             "KeyError: 'settings'": lambda state: state.pop("settings") and None,
@@ -337,7 +337,8 @@ class TestRefusedStates(unittest.TestCase):
             return virtual(1, lambda comm: copy_of(optimizer_for(nn.Linear(3, 11, bias=True), comm).state_dict()))[0]
 
         self.assertRegex(
-            self.refuse(damage, ranks=1, build=lambda: Flat(torch.ones(44))), "names must be .*vector.*got .*weight"
+            self.refuse(damage, ranks=1, build=lambda: Flat(torch.ones(44))),
+            "the state has parameter weight where this model has vector",
         )
 
 
