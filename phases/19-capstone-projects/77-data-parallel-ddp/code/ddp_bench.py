@@ -17,7 +17,8 @@ from toy import MiniMLP, sgd_step
 
 LR = 0.01
 OURS, DEFAULT, TUNED = "ours", "torch DDP, default", "torch DDP, tuned"
-NAIVE, FLAT, LATE = "naive: a call a parameter", "flat: one call", "ours, buckets after backward"
+NAIVE, FLAT = "naive: a call a parameter", "flat: one call"
+LATE, SMALL = "ours, 2 MB buckets after backward", "ours, 2 MB buckets"  # what overlap alone gains
 ALONE = "no communication"  # not the same training: what a step would cost if messages were free
 
 
@@ -46,8 +47,8 @@ def variants(build: Callable, x: torch.Tensor, comm: Comm) -> dict[str, tuple[nn
 
     unchecked = comm.unchecked()  # ours runs without checks too: compare like with like
 
-    def ours(module):
-        return DistributedDataParallel(module, comm=comm)
+    def ours(module, bucket_cap_mb=25):
+        return DistributedDataParallel(module, bucket_cap_mb, comm)
 
     def tuned(module):
         return TorchDDP(module, gradient_as_bucket_view=True, static_graph=True)
@@ -87,7 +88,8 @@ def variants(build: Callable, x: torch.Tensor, comm: Comm) -> dict[str, tuple[nn
         TUNED: make(tuned, backward),
         NAIVE: make(bare, backward_then_naive),
         FLAT: make(bare, backward_then_flat),
-        LATE: make(ours, backward_then_buckets),
+        LATE: make(partial(ours, bucket_cap_mb=2), backward_then_buckets),
+        SMALL: make(partial(ours, bucket_cap_mb=2), backward),
         ALONE: make(bare, backward),
     }
 

@@ -109,7 +109,7 @@ class TestDemonstration(unittest.TestCase):
                 self.assertEqual(text.count("ok  "), 9)
 
     def test_our_own_collectives_and_another_seed(self):
-        code, text = run_main("--world-size", "3", "--collectives", "ours", "--seed", "11", "--steps", "2")
+        code, text = run_main("--world-size", "2", "--collectives", "ours", "--seed", "11", "--steps", "2")
         self.assertEqual(code, 0, text)
 
     def test_from_another_folder_and_under_torchrun(self):
@@ -117,7 +117,7 @@ class TestDemonstration(unittest.TestCase):
         for start in ([sys.executable], torchrun):
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(
-                    [*start, str(MAIN), "--steps", "2"],
+                    [*start, str(MAIN), "--steps", "2", "--world-size", "2"],
                     cwd=folder,
                     capture_output=True,
                     text=True,
@@ -132,20 +132,26 @@ class TestDemonstration(unittest.TestCase):
 class TestWrongVersions(unittest.TestCase):
     """The demonstration must notice each of these: a FAIL row that says what is wrong, and exit code 1."""
 
-    def assert_noticed(self, worker, breakage, claim, world_size=2):
-        replaced = functools.partial(broken, breakage, worker)
-        with mock.patch.object(main_77, worker, replaced):
-            code, text = run_main("--world-size", str(world_size), "--steps", "2")
+    def assert_noticed(self, worker, breakage, *claims):
+        replaced = {worker: functools.partial(broken, breakage, worker)}
+        if worker == "train":  # the other two parts have no interest in it
+            replaced |= {"check_overlap": mock.Mock(), "check_accumulation": mock.Mock()}
+        with mock.patch.multiple(main_77, **replaced):
+            code, text = run_main("--world-size", "2", "--steps", "2")
         self.assertEqual(code, 1, text)
-        self.assertRegex(text, f"FAIL  {claim}")
+        for claim in claims:
+            self.assertIn(f"FAIL  {claim}", text)
 
     def test_sum_instead_of_mean(self):
-        self.assert_noticed("train", sum_instead_of_mean, "gradients equal one process's")
+        self.assert_noticed("train", sum_instead_of_mean, "gradients equal one process's", "one process with the whole")
 
     def test_a_bucket_is_skipped(self):
-        self.assert_noticed("train", a_bucket_is_skipped, "gradients equal one process's")
-        self.assert_noticed("train", a_bucket_is_skipped, "after every step all ranks hold the same bits")
-        self.assert_noticed("train", a_bucket_is_skipped, "one all-reduce a bucket")
+        claims = (
+            "gradients equal one process's",
+            "after every step all ranks hold the same bits",
+            "one all-reduce a bucket",
+        )
+        self.assert_noticed("train", a_bucket_is_skipped, *claims)
 
     def test_wrong_source(self):
         self.assert_noticed("train", models_begin_as_rank_1s, "wrapping gave every rank rank 0's")
@@ -154,8 +160,7 @@ class TestWrongVersions(unittest.TestCase):
         self.assert_noticed("train", models_are_not_synchronised, "wrapping gave every rank rank 0's")
 
     def test_twice_the_traffic(self):
-        self.assert_noticed("train", everything_is_sent_twice, "one all-reduce a bucket")
-        self.assert_noticed("train", everything_is_sent_twice, "their payload is")
+        self.assert_noticed("train", everything_is_sent_twice, "one all-reduce a bucket", "their payload is")
 
     def test_no_overlap(self):
         self.assert_noticed("watch", buckets_wait_for_the_end, "the first all-reduce leaves before")
@@ -170,7 +175,7 @@ class TestPublicNames(unittest.TestCase):
             self.assertTrue(hasattr(main_77, name), name)
 
     def test_run_ddp_and_the_reference_agree(self):
-        for world_size in (1, 2, 4):
+        for world_size in (1, 3):
             results = main_77.run_ddp(world_size, 6)
             losses, norm = main_77.reference_single_process(world_size, 6)
             self.assertEqual(sorted(results), list(range(world_size)))

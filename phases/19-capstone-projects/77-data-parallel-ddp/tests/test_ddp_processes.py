@@ -136,13 +136,12 @@ class TestAgainstTorch(unittest.TestCase):
 
 class TestMoreRanks(unittest.TestCase):
     def test_ranks_hold_the_same_bits_at_every_step(self):
-        for world_size in (1, 3, 4):
-            results = run_ranks(ours_and_theirs, world_size, False, timeout=DEADLINE)
-            for logs, _, _ in results:
-                for name, log in logs.items():
-                    for (mean, params), (first_mean, first_params) in zip(log, results[0][0][name], strict=True):
-                        self.assertTrue(torch.equal(mean, first_mean))
-                        self.assertTrue(torch.equal(params, first_params))
+        results = run_ranks(ours_and_theirs, 3, False, timeout=DEADLINE)
+        for logs, _, _ in results:
+            for name, log in logs.items():
+                for (mean, params), (first_mean, first_params) in zip(log, results[0][0][name], strict=True):
+                    self.assertTrue(torch.equal(mean, first_mean))
+                    self.assertTrue(torch.equal(params, first_params))
 
     def test_batch_norm(self):
         first, *others = run_ranks(batch_norm, 3, timeout=DEADLINE)
