@@ -22,7 +22,7 @@ from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
 from memory import check_whole, model_state_bytes  # 78: what the formula says
 from ranks import RankError, run_ranks, under_torchrun  # 76: N processes and their results
-from train import Job, NonFiniteError, masters, train  # 81: the loop
+from train import Job, NonFiniteError, held_masters, train  # 81: the loop
 
 __all__ = [
     "CHECKPOINT_STEP",
@@ -45,8 +45,8 @@ def run_e2e(world_size: int, steps: int, workdir: Path | str | None = None) -> d
 
     `results[rank]` holds `losses` (the mean over ranks, a step), `norm` (of all parameters at the end), `shard_bytes`
     (optimizer state) and `master_at_ckpt` (its fp32 parameters when it was saved). The caller deletes `workdir`, a new
-    temporary folder unless one is given; a run that fails leaves no new folder behind. Raises ValueError if `steps` is
-    no whole number or too few.
+    temporary folder unless one is given (under torchrun, give one that all ranks share); a run that fails leaves no new
+    folder behind. Raises ValueError if `steps` is no whole number or too few.
     """
     check_whole("steps", steps, least=CHECKPOINT_STEP)  # the checkpoint is part of the result
     folder = Path(workdir if workdir is not None else tempfile.mkdtemp(prefix="e2e-"))
@@ -69,17 +69,17 @@ def run_e2e(world_size: int, steps: int, workdir: Path | str | None = None) -> d
     return {"results": results, "ckpt_dir": folder / f"step_{CHECKPOINT_STEP}", "workdir": folder}
 
 
-def verify_resume(ckpt_dir: Path | str, expected_world_size: int, masters_of: dict | list) -> bool:
-    """Say whether a checkpoint holds exactly these masters: `masters_of[rank]`, compared bit for bit.
+def verify_resume(ckpt_dir: Path | str, expected_world_size: int, masters: dict | list) -> bool:
+    """Say whether a checkpoint holds exactly these fp32 parameters: `masters[rank]`, compared bit for bit.
 
     Raises CheckpointError if the checkpoint cannot be loaded by so many ranks, ValueError if a master is missing.
     """
-    found = [masters_of[rank] for rank in sorted(masters_of)] if isinstance(masters_of, dict) else list(masters_of)
+    found = [masters[rank] for rank in sorted(masters)] if isinstance(masters, dict) else list(masters)
     if len(found) != expected_world_size or not all(isinstance(master, torch.Tensor) for master in found):
         kinds = [type(master).__name__ for master in found]
         raise ValueError(f"expected a tensor for each of {expected_world_size} ranks, got {kinds}")
     _, states = load_sharded(ckpt_dir, expected_world_size)
-    return all(_bits(masters(state)) == _bits(master) for state, master in zip(states, found, strict=True))
+    return all(_bits(held_masters(state)) == _bits(master) for state, master in zip(states, found, strict=True))
 
 
 def _bits(tensor: torch.Tensor) -> tuple:

@@ -15,6 +15,7 @@ import torch
 from checkpoint import CheckpointError, load_shard, save_shard  # 80: all ranks' files, or none
 from comm import TorchComm  # 76: the ranks
 from corpus import Batches, Corpus
+from flat import flat_param_numel
 from gpt import MiniGPT
 from memory import check_whole
 from mesh import must_agree  # 76: one error on every rank, before anything is changed
@@ -93,7 +94,7 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
     torch.manual_seed(job.seed + 1 + rank)  # noise: each rank its own dropout
     start = resume(job, optimizer, comm) if job.resume else 0
     log = {"rows": [], "masters": {}, "start": start, "initial_exam": examine(model, exam, comm)}
-    before = Counter(comm.counters.calls), Counter(comm.counters.bytes)
+    calls, sent = Counter(comm.counters.calls), Counter(comm.counters.bytes)
     for step in range(start + 1, job.steps + 1):
         began = time.perf_counter()
         mine = batches.batch(step - 1).chunk(world_size)[rank].to(comm.device)  # (batch, seq + 1)
@@ -101,8 +102,9 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
         if job.inject_nan == (step, rank):
             optimizer.units[0].grad[0] = float("nan")
         mean_loss = guard(comm, step, loss, optimizer)
-        if log["rows"] and mean_loss > SPIKE * log["rows"][-1]["loss"] and on_spike is not None:
-            on_spike(step, log["rows"][-1]["loss"], mean_loss)
+        previous = log["rows"][-1]["loss"] if log["rows"] else math.inf
+        if on_spike is not None and mean_loss > SPIKE * previous:
+            on_spike(step, previous, mean_loss)
         norm = optimizer.clip_grad_norm_(job.clip).item()  # of the mean gradient, the same on every rank
         if not math.isfinite(norm):
             raise NonFiniteError(f"step {step}: the mean gradient's norm is {norm}; no parameter was changed")
@@ -115,11 +117,16 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
         if step in job.save_at:
             saved = state(job, optimizer, step)
             save_shard(saved, job.folder / f"step_{step}", step, comm)
-            log["masters"][step] = masters(saved)
-    calls, sent = comm.counters.calls - before[0], comm.counters.bytes - before[1]
-    held = {"memory": optimizer.memory(), "shard_bytes": optimizer.shard_bytes(), "calls": calls, "bytes": sent}
-    parameters = sum(param.numel() for param in model.parameters())
-    return log | held | {"parameters": parameters, "parameter_norm": parameter_norm(model)}
+            log["masters"][step] = held_masters(saved)
+    norms = [torch.linalg.vector_norm(unit.data, dtype=torch.float64).item() for unit in optimizer.units]
+    return log | {
+        "parameters": flat_param_numel(model),
+        "parameter_norm": math.hypot(*norms),
+        "memory": optimizer.memory(),
+        "shard_bytes": optimizer.shard_bytes(),
+        "calls": comm.counters.calls - calls,
+        "bytes": comm.counters.bytes - sent,
+    }
 
 
 def backward(model: MiniGPT, sequences: torch.Tensor, microbatches: int = 1) -> float:
@@ -170,7 +177,7 @@ def state(job: Job, optimizer: ZeroOptimizer, position: int) -> dict:
     }
 
 
-def masters(saved: dict) -> torch.Tensor:
+def held_masters(saved: dict) -> torch.Tensor:
     """Return a copy of the fp32 parameters in a rank's saved state, (elements held,)."""
     return torch.cat([unit["master"].cpu() for unit in saved["optimizer"]["state"].values()])
 
@@ -232,9 +239,3 @@ def digest(optimizer: ZeroOptimizer) -> str:
     for unit in optimizer.units:
         hasher.update(unit.data.cpu().view(torch.uint8).numpy())
     return hasher.hexdigest()[:16]
-
-
-@torch.no_grad()
-def parameter_norm(model: MiniGPT) -> float:
-    """Return the 2-norm of all parameters."""
-    return math.sqrt(sum(param.double().square().sum().item() for param in model.parameters()))
