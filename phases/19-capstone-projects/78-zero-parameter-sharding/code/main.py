@@ -117,7 +117,8 @@ def one_process(steps: int, world_size: int, seed: int, device: str) -> list[tor
 def check_bits(claims: demo.Claims, logs: list) -> None:
     """All ranks hold the same parameters: compared as bits, not only as norms."""
     rows = [[rank, log["losses"][-1], log["params"][-1].double().norm().item()] for rank, log in enumerate(logs)]
-    demo.table(["rank", "last loss (its rows)", "parameter norm"], rows)
+    title = f"after {len(logs[0]['losses'])} steps on {len(logs)} ranks"
+    demo.table(["rank", "last loss (its rows)", "parameter norm"], rows, title)
     equal = all(torch.equal(a, b) for log in logs for a, b in zip(log["params"], logs[0]["params"], strict=True))
     claims.check("after every step all ranks hold the same bits", equal)
 
@@ -150,7 +151,7 @@ def check_against_torch(claims: demo.Claims, logs: list, seed: int, device: str)
     steps = len(logs[0]["losses"])
     reference = one_process(steps, len(logs), seed, device)
     worst = [(a - b).abs().max().item() for a, b in zip(reference, logs[0]["params"][1:], strict=True)]
-    claims.check("parameters follow torch's Adam in one process", max(worst) < 1e-5, f"max |a-b| = {max(worst):.2g}")
+    claims.check("parameters follow torch's Adam in one process", max(worst) < 2e-6, f"max |a-b| = {max(worst):.2g}")
 
 
 def check_cost(claims: demo.Claims, logs: list) -> None:
@@ -159,13 +160,15 @@ def check_cost(claims: demo.Claims, logs: list) -> None:
     chunk = shard_bounds(total, world_size, 0)[2]
     predicted = model_state_bytes(total, world_size, stage=1)
     rows = [[rank, *log["memory"]["optimizer"], predicted["optimizer"]] for rank, log in enumerate(logs)]
-    demo.table(["rank", "state (logical)", "state (live storages)", "12 ceil(P/N)"], rows)
+    demo.table(["rank", "logical", "live storages", "12 ceil(P/N)"], rows, "bytes of optimizer state")
+    demo.say()
     claims.check("optimizer bytes a rank are 12 ceil(P/N), live too", all(row[1] == row[2] == row[3] for row in rows))
     calls, sent = logs[0]["calls"], logs[0]["bytes"]
     once = calls["reduce_scatter"] == calls["all_gather"] == steps
     padded = 4 * chunk * world_size * steps
     claims.check("one reduce-scatter and one all-gather a step", once, f"{steps} steps")
-    claims.check("each of 4P bytes, padded to N chunks", sent["reduce_scatter"] == sent["all_gather"] == padded)
+    same = sent["reduce_scatter"] == sent["all_gather"] == padded
+    claims.check("each of 4P bytes, padded to N chunks", same, f"{sent['all_gather']:,} = {padded:,} in all")
 
 
 def main() -> int:
@@ -186,7 +189,7 @@ def main() -> int:
     check_against_torch(claims, logs, args.seed, device)
     check_cost(claims, logs)
     demo.say()
-    demo.say(f"Model state of P = {logs[0]['params'][0].numel():,} parameters in fp32 on {args.world_size} ranks:")
+    demo.say(f"model state of P = {logs[0]['params'][0].numel():,} parameters in fp32 on {args.world_size} ranks")
     demo.say(memory_table(logs[0]["params"][0].numel(), args.world_size))
     return claims.verdict(f"ZeRO-1 on {args.world_size} ranks is Adam in one process")
 
