@@ -56,7 +56,7 @@ class Shard:
         for start, end in self.trainable_ranges():
             part = slice(start, end)
             adam_step(self.master[part], self.grad[part], self.exp_avg[part], self.exp_avg_sq[part], step, settings)
-            self.params[part].copy_(self.master[part])
+        self.params.copy_(self.master)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

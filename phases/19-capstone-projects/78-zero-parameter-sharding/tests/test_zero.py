@@ -253,6 +253,24 @@ class TestDtypes(unittest.TestCase):
                     self.assertEqual(held["optimizer"], (state, state))
                     self.assertEqual(shard_bytes, state)
 
+    def test_every_dtype_is_trained_as_torch_trains_it(self):
+        def worker(comm):
+            module = Mixed()
+            optimizer = optimizer_for(module, comm)
+            for step in range(3):
+                put_gradients(module, 0, step)  # equal on both ranks, so that their mean is exact
+                optimizer.step()
+            return [param.detach().clone() for param in module.parameters()]
+
+        results = virtual(2, worker)
+        for index, param in enumerate(Mixed().parameters()):
+            wide = torch.promote_types(param.dtype, torch.float32)
+            theirs = TorchAdam(param.detach().to(wide))
+            for step in range(3):
+                grads = known_gradient(14, 0, step).split([5, 4, 2, 3])
+                expected = theirs.step(grads[index].to(param.dtype).to(wide)).to(param.dtype)
+            self.assertTrue(all(torch.equal(result[index], expected) for result in results), param.dtype)
+
     def test_float64_parameters_are_not_rounded_to_float32(self):
         values = torch.full((3,), 1 + 2**-40, dtype=torch.float64)
 
@@ -530,6 +548,26 @@ class TestFrozen(unittest.TestCase):
                     )
                     self.assertEqual([torch.equal(a, b) for a, b in zip(frozen, unfrozen, strict=True)], [False] * 4)
                     self.assertTrue(kept)  # its moments, too
+
+    def test_the_ranges_of_a_shard_that_are_trained(self):
+        def worker(comm):
+            module = Odd()  # scale [0, 1), first.weight [1, 16), first.bias [16, 21), left.weight [21, 46)
+            optimizer = optimizer_for(module, comm)
+            whole = optimizer.shards[0].trainable_ranges()
+            module.first.bias.requires_grad_(False)
+            partly = optimizer.shards[0].trainable_ranges()
+            module.requires_grad_(False)
+            optimizer.zero_grad()
+            return whole, partly, optimizer.shards[0].trainable_ranges(), {p.grad for p in module.parameters()}
+
+        self.assertEqual(virtual(1, worker), [([(0, 46)], [(0, 16), (21, 46)], [], {None})])
+        expected = [
+            ([(0, 12)], [(0, 12)]),
+            ([(0, 12)], [(0, 4), (9, 12)]),
+            ([(0, 12)], [(0, 12)]),
+            ([(0, 10)], [(0, 10)]),
+        ]
+        self.assertEqual([result[:2] for result in virtual(4, worker)], expected)  # 2 elements are padding
 
     def test_a_stale_gradient_of_a_frozen_parameter_is_harmless(self):
         def worker(comm):
