@@ -18,14 +18,23 @@ from schedule import (  # schedules as data
     ScheduleError,
     add_lone_messages,
     bubble_fraction,
-    compute_orders,
     gpipe_schedule,
+    make_orders,
     make_schedule,
     measure_bubble,
+    timeline,
 )
 from schedule_check import check_schedule  # the proof that a schedule can run
-from stage_mlp import SEED, StageMLP, build_pipeline, run_pipeline, stage_shapes, train_stage  # what is cut and trained
-from torch.nn.functional import mse_loss
+from stage_mlp import (  # what is cut and trained
+    SEED,
+    SIZES,
+    StageMLP,
+    build_pipeline,
+    run_pipeline,
+    stage_shapes,
+    train_stage,
+)
+from torch.nn.functional import mse_loss  # the mean over a microbatch
 from virtual import DeadlockError, VirtualCluster  # 76: ranks as threads; finds deadlocks
 
 __all__ = [
@@ -47,18 +56,16 @@ __all__ = [
 
 
 def draw(args, claims: demo.Claims) -> None:
-    """Claim: both schedules do the same work in the same number of cycles; only the order differs."""
+    """Claim: both schedules need 2 (M + N - 1) cycles; they differ in the order of work."""
     n, m = args.world_size, args.microbatches
     schedules = {name: make_schedule(name, n, m) for name in SCHEDULES}
     for name, schedule in schedules.items():
         demo.say(f"\n{name}, N = {n} stages, M = {m} microbatches\n{render_gantt(schedule, n, m)}")
-    cycles = {len(render_gantt(schedule, n, m).splitlines()[0].split()) - 1 for schedule in schedules.values()}
-    claims.check("both take 2 (M + N - 1) cycles", cycles == {2 * (m + n - 1)}, f"{2 * (m + n - 1)} cycles")
+    cycles = {name: max(slot.end for slot in timeline(schedule)) for name, schedule in schedules.items()}
+    claims.check("both take 2 (M + N - 1) cycles", set(cycles.values()) == {2 * (m + n - 1)}, str(cycles))
     if demo.is_main():
-        path = save_gantt(
-            {f"{name}, N = {n}, M = {m}": s for name, s in schedules.items()}, demo.out_dir(args) / "gantt.png"
-        )
-        demo.say(f"      the charts with a backward that takes 2: {path}")
+        titles = {f"{name}, N = {n}, M = {m}": schedule for name, schedule in schedules.items()}
+        demo.say(f"      saved as a picture: {save_gantt(titles, demo.out_dir(args) / 'gantt.png')}")
 
 
 def bubble(claims: demo.Claims) -> None:
@@ -92,7 +99,7 @@ def memory(claims: demo.Claims) -> None:
 def deadlock(claims: demo.Claims) -> None:
     """Claim: 1F1B with each message on its own deadlocks where sends block; paired messages do not."""
     paired = make_schedule("1f1b", 4, 8)
-    lone = add_lone_messages(compute_orders(paired))
+    lone = add_lone_messages(make_orders("1f1b", 4, 8))
     cluster = VirtualCluster(4, buffered=False)  # here a lone send waits for its receiver
     demo.say()
     try:
@@ -122,8 +129,7 @@ def train(args, claims: demo.Claims) -> None:
         f"{args.steps} steps of {m} microbatches of {args.batch} rows, {n} processes ({args.backend})",
     )
     claims.check("losses and trained parameters have the bits of one process", all(row[4] for row in rows))
-    every_loss = {(row[2], row[3]) for row in rows}
-    claims.check("every rank knows the losses, and they fall", len(every_loss) == 1 and rows[0][3] < rows[0][2])
+    claims.check("every rank knows the losses", len({(row[2], row[3]) for row in rows}) == 1)
 
 
 def train_worker(rank: int, world_size: int, steps: int, batch: int, microbatches: int, seed: int) -> dict[str, list]:
@@ -173,8 +179,10 @@ def main() -> int:
     parser = demo.parser(__doc__)
     parser.add_argument("--microbatches", type=demo.positive, default=8, metavar="M", help="microbatches a batch (8)")
     parser.add_argument("--batch", type=demo.positive, default=4, metavar="ROWS", help="rows a microbatch (4)")
-    parser.add_argument("--steps", type=demo.positive, default=10, help="training steps (10)")
+    parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (5)")
     args, claims = demo.parse(parser, lesson=79), demo.Claims()
+    if args.world_size > len(SIZES) - 1:
+        parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
     if args.bench:
         return bench(args)
     draw(args, claims)

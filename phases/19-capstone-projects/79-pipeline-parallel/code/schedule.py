@@ -67,7 +67,7 @@ def gpipe(rank: int, num_stages: int, num_microbatches: int) -> Iterator[Compute
 
 
 def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> Iterator[Compute]:
-    """Fill the pipeline, then one forward, one backward: at most N - stage activations. Source: Harlap et al., 2018."""
+    """Fill the pipeline, then one forward, one backward: N - stage activations. Source: Narayanan et al., 2021."""
     warmup = min(num_microbatches, num_stages - 1 - rank)
     for m in range(warmup):
         yield Compute("F", rank, m)
@@ -91,10 +91,16 @@ def make_schedule(
 
     `virtual_stages` is the number of stages a rank holds in an interleaved schedule; GPipe and 1F1B hold one.
     """
+    check_sizes(virtual_stages=virtual_stages)
+    return add_messages(make_orders(name, num_stages, num_microbatches))
+
+
+def make_orders(name: str, num_stages: int, num_microbatches: int) -> dict[int, list[Compute]]:
+    """Return {rank: [what it computes, in order]}, without messages. Raises ValueError like `make_schedule`."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
-    return add_messages({rank: list(SCHEDULES[name](rank, num_stages, num_microbatches)) for rank in range(num_stages)})
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
+    return {rank: list(SCHEDULES[name](rank, num_stages, num_microbatches)) for rank in range(num_stages)}
 
 
 def add_messages(orders: dict[int, list[Compute]]) -> dict[int, list[Compute | Exchange]]:
@@ -223,7 +229,7 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 
 def gpipe_schedule(num_stages: int, num_microbatches: int) -> list[tuple[int, int, int, str]]:
     """Return GPipe as a list of (cycle, stage, microbatch, "F" or "B"), a cycle being one F or one B."""
-    slots = timeline(make_schedule("gpipe", num_stages, num_microbatches))
+    slots = timeline(make_orders("gpipe", num_stages, num_microbatches))
     return [(slot.start, slot.compute.stage, slot.compute.microbatch, slot.compute.kind) for slot in slots]
 
 

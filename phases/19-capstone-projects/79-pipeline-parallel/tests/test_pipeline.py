@@ -199,6 +199,18 @@ class TestMessages(unittest.TestCase):
         results = VirtualCluster(n).run(run)
         self.assertTrue(equal([g for stage in range(4) for g in results[stage % n][stage // n]], expected))
 
+
+class TestOneRank(unittest.TestCase):
+    """No messages: the graph is cut and sewn together on one rank."""
+
+    def test_one_stage(self):
+        for m in (1, 3):
+            losses, expected = reference(2, m)
+            for name in SCHEDULES:
+                ((found, grads, pipeline),) = VirtualCluster(1).run(gradients, name, 2, m)
+                self.assertTrue(torch.equal(found, losses) and equal(grads, expected), (name, m))
+                self.assertEqual(pipeline.peak_live, m if name == "gpipe" else 1)
+
     def test_several_stages_on_one_rank_send_nothing(self):
         m, batch = 3, 2
         forward = [Compute("F", stage, i) for stage in range(3) for i in range(m)]

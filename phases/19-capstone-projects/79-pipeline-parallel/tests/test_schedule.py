@@ -4,6 +4,7 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+from pipeline import pass_messages
 from schedule import (
     SCHEDULES,
     Compute,
@@ -14,11 +15,13 @@ from schedule import (
     compute_orders,
     consumer,
     gpipe_schedule,
+    make_orders,
     make_schedule,
     measure_bubble,
     needs,
     timeline,
 )
+from virtual import VirtualCluster
 
 SIZES = [(n, m) for n in range(1, 9) for m in range(1, 9)]
 NOT_SIZES = (0, -1, True, False, 1.0, 2.5, "2", None)
@@ -30,12 +33,12 @@ def text(order):
 
 class TestOrders(unittest.TestCase):
     def test_gpipe_is_all_forwards_then_all_backwards(self):
-        for rank, program in make_schedule("gpipe", 3, 4).items():
+        for rank, program in make_orders("gpipe", 3, 4).items():
             self.assertEqual(text(program), "F0 F1 F2 F3 B0 B1 B2 B3")
             self.assertEqual({c.stage for c in program if isinstance(c, Compute)}, {rank})
 
     def test_1f1b_warms_up_alternates_and_drains(self):
-        schedule = make_schedule("1f1b", 4, 6)
+        schedule = make_orders("1f1b", 4, 6)
         self.assertEqual(text(schedule[0]), "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5")
         self.assertEqual(text(schedule[1]), "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5")
         self.assertEqual(text(schedule[2]), "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5")
@@ -43,22 +46,22 @@ class TestOrders(unittest.TestCase):
 
     def test_1f1b_with_fewer_microbatches_than_stages(self):
         for m, expected in ((1, ["F0 B0"] * 4), (2, ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"])):
-            self.assertEqual([text(program) for program in make_schedule("1f1b", 4, m).values()], expected)
+            self.assertEqual([text(program) for program in make_orders("1f1b", 4, m).values()], expected)
 
     def test_warm_up_is_never_longer_than_the_batch(self):
         for n, m in SIZES:
-            for rank, program in make_schedule("1f1b", n, m).items():
+            for rank, program in make_orders("1f1b", n, m).items():
                 warm = text(program).split().index("B0")
                 self.assertEqual(warm, min(m, n - rank), (n, m, rank))
 
     def test_unknown_names_and_bad_sizes_are_refused(self):
         for name in ("GPipe", "", None, "zero-bubble"):
             with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b"):
-                make_schedule(name, 2, 2)
+                make_orders(name, 2, 2)
         for bad in NOT_SIZES:
-            for sizes in ((bad, 4), (4, bad), (2, 2, bad)):
+            for sizes in ((bad, 4), (4, bad)):
                 with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
-                    make_schedule("1f1b", *sizes)
+                    make_orders("1f1b", *sizes)
 
 
 class TestMessages(unittest.TestCase):
@@ -98,12 +101,31 @@ class TestMessages(unittest.TestCase):
         order = [Compute("F", 0, 0), Compute("F", 1, 0), Compute("B", 1, 0), Compute("B", 0, 0)]
         self.assertEqual(add_messages({0: order}), {0: order})
 
+    def test_it_runs_where_a_lone_send_waits_for_its_receiver(self):
+        for name in SCHEDULES:
+            for n, m in ((2, 1), (2, 2), (3, 5), (4, 2), (4, 6), (5, 5)):
+                VirtualCluster(n, seed=m, buffered=False).run(pass_messages, make_schedule(name, n, m))
+
+    def test_bad_arguments_are_refused(self):
+        for bad in NOT_SIZES:
+            for sizes in ((bad, 4), (4, bad), (2, 2, bad)):
+                with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
+                    make_schedule("1f1b", *sizes)
+        with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b, got 'zb'"):
+            make_schedule("zb", 2, 2)
+
+    def test_both_forms_cost_the_same(self):
+        for name in SCHEDULES:
+            orders = make_orders(name, 3, 4)
+            self.assertEqual(compute_orders(make_schedule(name, 3, 4)), orders)
+            self.assertEqual(measure_bubble(make_schedule(name, 3, 4)), measure_bubble(orders))
+
 
 class TestBubble(unittest.TestCase):
     def test_the_measured_bubble_is_the_formula_whatever_f_and_b_cost(self):
         for name in SCHEDULES:
             for n, m in SIZES:
-                schedule = make_schedule(name, n, m)
+                schedule = make_orders(name, n, m)
                 for forward, backward in ((1, 1), (1, 2), (3, 1), (0.7, 1.9)):
                     measured = measure_bubble(schedule, forward=forward, backward=backward)
                     self.assertAlmostEqual(measured, bubble_fraction(n, m), 12, (name, n, m, forward, backward))
@@ -116,7 +138,7 @@ class TestBubble(unittest.TestCase):
 
     def test_costs_are_used(self):
         """N = 2, M = 1 and F of the second stage delayed: F0 F0 B0 B0 takes 2F + 2B."""
-        slots = timeline(make_schedule("gpipe", 2, 1), forward=3, backward=5)
+        slots = timeline(make_orders("gpipe", 2, 1), forward=3, backward=5)
         self.assertEqual([(s.start, s.end, s.rank) for s in slots], [(0, 3, 0), (3, 6, 1), (6, 11, 1), (11, 16, 0)])
 
     def test_known_values(self):
@@ -136,7 +158,7 @@ class TestBubble(unittest.TestCase):
             for function in (bubble_fraction, gpipe_schedule):
                 with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
                     function(*sizes)
-        schedule = make_schedule("gpipe", 2, 3)
+        schedule = make_orders("gpipe", 2, 3)
         for cost in (0, -1, True, float("nan")):
             with self.assertRaisesRegex(ValueError, "must cost more than 0"):
                 measure_bubble(schedule, backward=cost)
@@ -148,7 +170,7 @@ class TestBubble(unittest.TestCase):
                 measure_bubble(empty)
 
     def test_an_order_that_can_never_run_names_the_instruction(self):
-        orders = compute_orders(make_schedule("gpipe", 2, 2))
+        orders = make_orders("gpipe", 2, 2)
         orders[1].reverse()
         with self.assertRaisesRegex(ScheduleError, r"rank 0, instruction 2 \(B0 of stage 0\).*B0 of stage 1"):
             timeline(orders)

@@ -14,7 +14,7 @@ from schedule import (
     ScheduleError,
     add_lone_messages,
     add_messages,
-    compute_orders,
+    make_orders,
     make_schedule,
 )
 from schedule_check import check_schedule
@@ -24,7 +24,7 @@ SIZES = [(n, m) for n in range(1, 9) for m in range(1, 9)]
 
 
 def lone(name, n, m):
-    return add_lone_messages(compute_orders(make_schedule(name, n, m)))
+    return add_lone_messages(make_orders(name, n, m))
 
 
 def looped(n, m, chunks=2):
@@ -112,18 +112,34 @@ class TestDeadlocks(unittest.TestCase):
             schedule[rank][at : at + 2] = [Exchange(sends, recvs)]
         check_schedule(schedule)
 
-    def test_receiving_early_keeps_each_message_once(self):
+
+class TestReceivingEarly(unittest.TestCase):
+    def test_sends_and_computations_stay_where_they_are(self):
         for name in SCHEDULES:
             program = make_schedule(name, 3, 5)[1]
-            early = receive_early(program)
-            for part in ("sends", "recvs"):
-                before, after = (
-                    [m for i in p if isinstance(i, Exchange) for m in getattr(i, part)] for p in (program, early)
+            for by in (0, 1, 2, 100):
+                early = receive_early(program, by)
+                for part in ("sends", "recvs"):
+                    before, after = (
+                        [m for i in p if isinstance(i, Exchange) for m in getattr(i, part)] for p in (program, early)
+                    )
+                    self.assertEqual(before, after)
+                still = [[i for i in p if isinstance(i, Compute) or i.sends] for p in (program, early)]
+                self.assertEqual([getattr(i, "sends", i) for i in still[0]], [getattr(i, "sends", i) for i in still[1]])
+                self.assertTrue(
+                    all(len(i.recvs) < 2 and not (i.sends and i.recvs) for i in early if isinstance(i, Exchange))
                 )
-                self.assertEqual(before, after)
-            self.assertEqual(
-                [i for i in early if isinstance(i, Compute)], [i for i in program if isinstance(i, Compute)]
-            )
+
+    def test_by_hand(self):
+        """Rank 1 of 2, GPipe, M = 2: receives for F0 and F1, sends for B0 and B1."""
+        program = make_schedule("gpipe", 2, 2)[1]
+        f0, f1 = (Exchange(recvs=(Message(0, Compute("F", 1, m)),)) for m in range(2))
+        b0, b1 = (Exchange(sends=(Message(0, Compute("B", 0, m)),)) for m in range(2))
+        work = {str(c)[:2]: c for c in program if isinstance(c, Compute)}
+        self.assertEqual(program, [f0, work["F0"], f1, work["F1"], work["B0"], b0, work["B1"], b1])
+        late = [work["F0"], work["F1"], work["B0"], b0, work["B1"], b1]
+        self.assertEqual(receive_early(program, 2), [f0, f1, *late])
+        self.assertEqual(receive_early(program, 1), [f0, f1, *late])
 
 
 class TestWrongSchedules(unittest.TestCase):
