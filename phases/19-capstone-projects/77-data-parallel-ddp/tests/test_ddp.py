@@ -4,6 +4,7 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import copy
 import gc
 
 import torch
@@ -504,6 +505,19 @@ class TestLifetime(unittest.TestCase):
             self.assertTrue(torch.equal(alone, gather_flat_grads(module)))
             self.assertTrue(torch.equal(mean, (results[0][0] + results[1][0]) / 2))
             self.assertEqual(calls, 1 + 6)
+
+    def test_a_copy_of_the_module_is_on_its_own(self):
+        def rank(comm):
+            module = ThreeLayers()
+            ddp = DistributedDataParallel(module, 25, comm)
+            backward(ddp, comm.rank)
+            average = copy.deepcopy(module)  # as for a moving average of the weights
+            average.zero_grad()
+            if comm.rank == 0:
+                backward(average, 0)  # would wait for ever if it communicated
+            return comm.counters.calls["all_reduce"]
+
+        self.assertEqual(virtual(2, rank), [1, 1])
 
     def test_activation_checkpointing(self):
         from torch.utils.checkpoint import checkpoint
