@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +36,23 @@ sys.modules["main_81"] = main_81
 SPEC.loader.exec_module(main_81)
 DEADLINE = 120  # seconds, for a run of the demonstration: a hang is a failure
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if one should fall, then {n - 1}.\r\n" for n in range(300))
+
+IMPORTS = """
+import sys
+
+from corpus import synthetic
+from ranks import run_ranks
+from train import Job, train
+
+
+def worker(rank, world_size, job):
+    train(rank, world_size, job)
+    return [name for name in ("torch._dynamo", "torch._inductor", "matplotlib") if name in sys.modules]
+
+
+if __name__ == "__main__":
+    print(run_ranks(worker, 2, Job(synthetic(7), steps=2)))
+"""
 
 
 class TestRunE2E(unittest.TestCase):
@@ -336,23 +352,9 @@ class TestTheCommand(unittest.TestCase):
 
     def test_nothing_is_imported_that_only_comparisons_need(self):
         script = self.folder / "imports.py"
-        script.write_text(
-            textwrap.dedent(f"""
-            import sys
-            sys.path[:0] = {sys.path!r}
-            from corpus import synthetic
-            from ranks import run_ranks
-            from train import Job, train
-
-            def worker(rank, world_size, job):
-                train(rank, world_size, job)
-                return [name for name in ("torch._dynamo", "torch._inductor", "matplotlib") if name in sys.modules]
-
-            if __name__ == "__main__":
-                print(run_ranks(worker, 2, Job(synthetic(7), steps=2)))
-            """)
-        )
-        done = run([sys.executable, str(script)], self.folder)
+        script.write_text(IMPORTS)
+        modules = map(str, MAIN.parents[3].glob("*/*/code"))
+        done = run([sys.executable, str(script)], self.folder, PYTHONPATH=os.pathsep.join(modules))
         self.assertEqual(done.stdout, "[[], []]\n", done.stderr)
 
 
