@@ -183,13 +183,14 @@ class TorchComm(Comm):
 
     def _all_reduce(self, x, op):
         work = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
-        handle = dist.all_reduce(work, group=self.group, async_op=True, **self._reduction(op))
+        handle = dist.all_reduce(_real(work), group=self.group, async_op=True, **self._reduction(op))
         return self._finisher(handle, work, x, op)
 
     def _reduce_scatter(self, out, x, op):
         source = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
         work = _plain(out).to(source.dtype)
-        handle = _reduce_scatter_single(work, source, group=self.group, async_op=True, **self._reduction(op))
+        options = {"group": self.group, "async_op": True, **self._reduction(op)}
+        handle = _reduce_scatter_single(_real(work), _real(source), **options)
         return self._finisher(handle, work, out, op)
 
     def _all_gather(self, out, x):
@@ -272,6 +273,11 @@ class TorchComm(Comm):
 def _plain(x: torch.Tensor) -> torch.Tensor:
     """Return x's elements 1-d and contiguous, a view where that is possible: gloo ignores strides and conjugation."""
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _real(plain: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as real numbers: NCCL does not know complex ones."""
+    return torch.view_as_real(plain).view(-1) if plain.is_complex() else plain
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:

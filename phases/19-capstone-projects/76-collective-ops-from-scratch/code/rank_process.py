@@ -179,6 +179,7 @@ def join_group(rank: int, world_size: int, backend: str | None, seconds: float, 
         store.wait([f"rank {each}" for each in range(world_size)], datetime.timedelta(days=1))
         options |= {"store": store, "rank": rank, "world_size": world_size}
     if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")  # its watchdog waits 4 times this: a minute
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank)
         torch.cuda.set_device(device)
         options["device_id"] = device

@@ -28,6 +28,9 @@ from rank_process import under_torchrun
 GRACE = 1.0  # seconds: after a first failure, for a better-placed rank to report the cause; and for ranks to end
 POLL = 0.2  # seconds between looks at the processes: a rank's own children can hold open what tells of its end
 
+# Python 3.12 warns of every fork of a process with threads. Why it is safe here: see `start_method`.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+
 
 class RankError(RuntimeError):
     """A rank failed. `rank` is the one to blame, `exitcode` its exit code (negative: a signal; None: still running).
@@ -135,9 +138,7 @@ class _Launch:
                 self.pipes.append(ours)
                 self.processes.append(process)
                 self.running.add(rank)
-                with warnings.catch_warnings():  # Python 3.12 warns of any fork beside a thread
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
+                process.start()
                 theirs.close()
         except BaseException:
             self._end_all()
@@ -201,7 +202,8 @@ class _Launch:
         if self.run.error(rank).exists():
             return _Failure(rank, exitcode=code, **json.loads(self.run.error(rank).read_text()))
         if code < 0:
-            return _Failure(rank, f"was killed by {signal.Signals(-code).name}", code)
+            by_watchdog = self.run.backend == "nccl" and -code == signal.SIGABRT  # NCCL's, when a peer does not answer
+            return _Failure(rank, f"was killed by {signal.Signals(-code).name}", code, victim=by_watchdog)
         return _Failure(rank, f"exited with code {code} before all ranks had finished", code)
 
     def _furthest_behind(self, ranks: set[int]) -> int:
@@ -214,11 +216,11 @@ class _Launch:
         positions = flight.read(self.run.board)
         failure = min(self.failures.values(), key=lambda failure: (failure.victim, failure.when))
         if failure.victim:
-            failure = self._cause(failure, positions[failure.rank])
+            failure = self._cause(failure, positions)
         traceback = failure.traceback or (self._stack(failure.rank) if failure.exitcode is None else "")
         return RankError(failure.rank, failure.exitcode, failure.reason, str(positions[failure.rank]), traceback)
 
-    def _cause(self, victim: _Failure, position: flight.Position) -> _Failure:
+    def _cause(self, victim: _Failure, positions: list[flight.Position]) -> _Failure:
         """Follow who waited for whom to a rank that runs on; if that is not known, take the one furthest behind."""
         chain = [victim.rank]
         while (last := self.failures.get(chain[-1])) and last.waited_for is not None:
@@ -231,8 +233,10 @@ class _Launch:
         if not others:
             return victim
         rank = chain[-1] if chain[-1] in others else self._furthest_behind(others)
-        did = "finished" if self.run.result(rank).exists() else "stalled"
-        return _Failure(rank, f"{did} while rank {victim.rank} waited {position} and then {victim.reason}", None)
+        if not victim.traceback and positions[rank].count >= positions[victim.rank].count:
+            return victim  # it was killed, and nobody is behind it: so it was not for waiting
+        did, where = "finished" if self.run.result(rank).exists() else "stalled", positions[victim.rank]
+        return _Failure(rank, f"{did} while rank {victim.rank} waited {where} and then {victim.reason}", None)
 
     def _stack(self, rank: int) -> str:
         """Ask a rank that still runs where it is (its faulthandler answers SIGUSR1); "" if it cannot say."""
@@ -248,10 +252,10 @@ class _Launch:
 
     def _wait_for_exit(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (alive := [rank for rank in sorted(self.running) if self._runs(rank)]) and (
-            left := end - time.monotonic()
-        ) > 0:
-            connection.wait([self.processes[rank].sentinel for rank in alive], min(left, POLL))
+        while alive := [self.processes[rank].sentinel for rank in sorted(self.running) if self._runs(rank)]:
+            if (left := end - time.monotonic()) <= 0:
+                return
+            connection.wait(alive, min(left, POLL))
 
     def _end_all(self) -> None:
         """Terminate, wait, kill: a rank that ignores SIGTERM ends too, and so do processes that a rank started."""

@@ -605,6 +605,24 @@ def its_pid(rank, world_size):
     return os.getpid()
 
 
+class TestWatchdog(unittest.TestCase):
+    """NCCL's watchdog aborts a process whose peer does not answer: the peer is the cause, if there is one behind."""
+
+    def cause(self, *counts: int) -> int:
+        launch = object.__new__(ranks._Launch)
+        launch.run = rank_process.Run(Path("nowhere"), len(counts), "nccl", 60.0)
+        aborted = ranks._Failure(0, "was killed by SIGABRT", -6, victim=True)
+        launch.failures = {0: aborted}
+        return launch._cause(aborted, [flight.Position(count) for count in counts]).rank
+
+    def test_a_rank_that_is_behind_is_the_cause(self):
+        self.assertEqual(self.cause(3, 3, 2, 3), 2)
+
+    def test_without_one_the_aborted_rank_is(self):
+        self.assertEqual(self.cause(3, 3, 4), 0)
+        self.assertEqual(self.cause(2, 3), 0)
+
+
 class TestPosition(unittest.TestCase):
     def test_the_board_keeps_what_each_rank_recorded(self):
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(flight, "_recorder", flight._Recorder()):
