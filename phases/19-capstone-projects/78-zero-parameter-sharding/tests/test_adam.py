@@ -43,6 +43,12 @@ class TestAdamStep(unittest.TestCase):
         self.compare(1000, lr=0.7, betas=(0.95, 0.99), eps=0.0, weight_decay=0.01)
         self.compare(1000, dtype=torch.float64)
 
+    def test_settings_at_the_ends_of_their_ranges(self):
+        AdamSettings(0, (0, 0.0), 0.0, 0).check()
+        AdamSettings(1e9, [0.999999, 0.5], 1.0, 2.0).check()  # a list is what JSON makes of a tuple
+        for bad in ({"lr": -1e-9}, {"betas": (0.9, 1)}, {"eps": float("inf")}, {"weight_decay": float("nan")}):
+            self.assertRaisesRegex(ValueError, next(iter(bad)), AdamSettings(**({"lr": 0.1} | bad)).check)
+
     def test_a_rate_that_changes_from_step_to_step(self):
         param, exp_avg, exp_avg_sq = start(100)
         theirs = TorchAdam(param)
