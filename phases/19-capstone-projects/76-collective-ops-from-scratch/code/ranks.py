@@ -175,7 +175,7 @@ class _Launch:
             if now >= patience:
                 return
             if now >= end and not self.failures:
-                rank = self._furthest_behind(unfinished)
+                rank = self._furthest_behind(unfinished, flight.read(self.run.board))
                 self.failures[rank] = _Failure(rank, f"had not finished within {timeout:g} s, the run's deadline", None)
                 return
             self._listen(unfinished, min(POLL, patience - now, max(0.0, end - now)))
@@ -203,12 +203,12 @@ class _Launch:
             return _Failure(rank, exitcode=code, **json.loads(self.run.error(rank).read_text()))
         if code < 0:
             by_watchdog = self.run.backend == "nccl" and -code == signal.SIGABRT  # NCCL's, when a peer does not answer
-            return _Failure(rank, f"was killed by {signal.Signals(-code).name}", code, victim=by_watchdog)
+            name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+            return _Failure(rank, f"was killed by {name}", code, victim=by_watchdog)
         return _Failure(rank, f"exited with code {code} before all ranks had finished", code)
 
-    def _furthest_behind(self, ranks: set[int]) -> int:
+    def _furthest_behind(self, ranks: set[int], positions: list[flight.Position]) -> int:
         """Find the rank that others wait for: fewest communications entered, and not inside one."""
-        positions = flight.read(self.run.board)
         return min(ranks, key=lambda rank: (positions[rank].count, positions[rank].inside, rank))
 
     def _blame(self) -> RankError:
@@ -232,7 +232,7 @@ class _Launch:
         others = set(range(self.run.world_size)) - set(self.failures)
         if not others:
             return victim
-        rank = chain[-1] if chain[-1] in others else self._furthest_behind(others)
+        rank = chain[-1] if chain[-1] in others else self._furthest_behind(others, positions)
         if not victim.traceback and positions[rank].count >= positions[victim.rank].count:
             return victim  # it was killed, and nobody is behind it: so it was not for waiting
         did, where = "finished" if self.run.result(rank).exists() else "stalled", positions[victim.rank]
@@ -259,9 +259,7 @@ class _Launch:
 
     def _end_all(self) -> None:
         """Terminate, wait, kill: a rank that ignores SIGTERM ends too, and so do processes that a rank started."""
-        self.running = {
-            rank for rank in self.running if self.processes[rank].pid is not None
-        }  # those that were started
+        self.running = {rank for rank in self.running if self.processes[rank].pid is not None}  # those that started
         for rank in self.running:
             self.processes[rank].terminate()
         self._wait_for_exit(GRACE)
