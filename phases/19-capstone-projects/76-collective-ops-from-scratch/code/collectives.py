@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import flight
 import torch
 import wire
-from mesh import Mesh, must_agree
+from mesh import Mesh, check_rank, must_agree
 
 REDUCTIONS = {"sum": torch.add, "avg": torch.add, "max": torch.maximum}
 
@@ -32,6 +32,7 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
 
 def reduce_scatter(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:
     """Return chunk `rank` of the sum over all ranks: N equal chunks of dimension 0. Sends T(N-1)/N bytes a rank."""
+    check_chunks(tensor, mesh.world_size)
     with _collective(mesh, "reduce_scatter", tensor, op=op, check=check):
         work = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(work.tensor_split(mesh.world_size))
@@ -120,13 +121,16 @@ def check_call(what: str, world_size: int, tensor: torch.Tensor, op: str | None 
     """Raise ValueError for what one rank can see is wrong with a collective, without any communication."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} needs a tensor, got {type(tensor).__name__}")
-    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < world_size:
-        raise ValueError(f"{what} source must be a rank from 0 to {world_size - 1}, got {src!r}")
+    check_rank(f"{what} source", src, world_size)
     if op is not None:
         check_reduction(op, tensor.dtype)
-    if what == "reduce_scatter" and (tensor.dim() == 0 or tensor.shape[0] % world_size):
+
+
+def check_chunks(tensor: torch.Tensor, n: int) -> None:
+    """Raise ValueError unless dimension 0 can be cut into n equal chunks."""
+    if isinstance(tensor, torch.Tensor) and (tensor.dim() == 0 or tensor.shape[0] % n):
         shape = tuple(tensor.shape)
-        raise ValueError(f"{what} cuts dimension 0 into {world_size} equal chunks, which shape {shape} does not allow")
+        raise ValueError(f"reduce_scatter cuts dimension 0 into {n} equal chunks, which shape {shape} does not allow")
 
 
 @contextmanager

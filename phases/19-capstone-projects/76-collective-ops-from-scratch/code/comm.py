@@ -15,12 +15,12 @@ import flight
 import torch
 import torch.distributed as dist
 import wire
-from mesh import Mesh, must_agree
+from mesh import Mesh, check_peer, must_agree
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
-_WIDER = {
+WIDER = {
     torch.bool: torch.int32,
     torch.int16: torch.int32,
 }  # gloo cannot add these, or adds bools as bytes (1 + 1 = 2)
@@ -91,8 +91,7 @@ class Comm:
 
     def broadcast(self, x: torch.Tensor, src: int = 0, async_op: bool = False) -> Work:
         """Replace `x` by rank `src`'s (a rank of this group)."""
-        self._check_rank(src, "src")
-        self._check("broadcast", x, x)
+        self._check("broadcast", x, x, src=src)
         return self._run("broadcast", x, x, lambda: self._broadcast(x, src), async_op, src=src)
 
     def exchange(self, sends: list, recvs: list) -> Work:
@@ -103,11 +102,7 @@ class Comm:
         """
         for tensor, peer, tag in [*sends, *recvs]:
             self._check_tensor("exchange", tensor)
-            self._check_rank(peer, "peer")
-            if peer == self.rank:
-                raise ValueError(f"rank {self.rank} cannot exchange with itself")
-            if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-                raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
+            check_peer(self.rank, peer, self.world_size, tag)
         for tensor, _, _ in recvs:
             self._check_writable("exchange", tensor)
         self.counters.count("exchange", *(tensor for tensor, _, _ in sends))
@@ -140,31 +135,24 @@ class Comm:
                 work.wait()
         return work
 
-    def _check(self, name, x, out, grows=1, shrinks=1, op=None) -> None:
+    def _check(self, name, x, out, grows=1, shrinks=1, op=None, src=0) -> None:
         """Look for what is wrong with a call without any communication."""
-        self._check_tensor(name, x)
+        self._check_tensor(name, x, op, src)
         self._check_tensor(name, out)
         self._check_writable(name, out)
         if out.dtype != x.dtype:
             raise ValueError(f"{name}: input is {x.dtype}, output {out.dtype}")
         if x.numel() * grows != out.numel() * shrinks:
             raise ValueError(f"{name}: {self.world_size} ranks, {x.numel()} elements in, {out.numel()} out do not fit")
-        if op is not None:
-            collectives.check_reduction(op, x.dtype)
 
-    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} needs tensors, got {type(tensor).__name__}")
+    def _check_tensor(self, name, tensor, op=None, src=0) -> None:
+        collectives.check_call(name, self.world_size, tensor, op, src)
         if tensor.device.type != self.device.type:
             raise ValueError(f"{name}: tensor on {tensor.device}, but this group works on {self.device}")
 
-    def _check_writable(self, name: str, tensor: torch.Tensor) -> None:
+    def _check_writable(self, name, tensor) -> None:
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"{name} cannot fill an expanded tensor: its elements share memory")
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(f"{what} must be a rank from 0 to {self.world_size - 1}, got {rank!r}")
 
 
 class TorchComm(Comm):
@@ -182,12 +170,12 @@ class TorchComm(Comm):
         self._control_device = torch.device("cpu") if "gloo" in self._backends else self.device
 
     def _all_reduce(self, x, op):
-        work = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
+        work = _plain(x).to(WIDER.get(x.dtype, x.dtype))
         handle = dist.all_reduce(_real(work), group=self.group, async_op=True, **self._reduction(op))
         return self._finisher(handle, work, x, op)
 
     def _reduce_scatter(self, out, x, op):
-        source = _plain(x).to(_WIDER.get(x.dtype, x.dtype))
+        source = _plain(x).to(WIDER.get(x.dtype, x.dtype))
         work = _plain(out).to(source.dtype)
         options = {"group": self.group, "async_op": True, **self._reduction(op)}
         handle = _reduce_scatter_single(_real(work), _real(source), **options)

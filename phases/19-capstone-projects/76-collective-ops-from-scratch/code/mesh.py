@@ -69,7 +69,8 @@ class Mesh:
 
     def send(self, dst: int, tensor: torch.Tensor, tag: int = 0, lone: bool = True) -> None:
         """Send a tensor of any shape, stride and dtype to rank `dst`. Not `lone`: a receive is posted with it."""
-        self._check(dst, tag, "send to")
+        self._check_usable()
+        check_peer(self.rank, dst, self.world_size, tag)
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"rank {self.rank} can send tensors, not {type(tensor).__name__}")
         port = self._port
@@ -83,7 +84,8 @@ class Mesh:
 
     def recv(self, src: int, tag: int = 0) -> torch.Tensor:
         """Return the next tensor from rank `src` with this tag. Raises MeshTimeout when none comes in time."""
-        self._check(src, tag, "receive from")
+        self._check_usable()
+        check_peer(self.rank, src, self.world_size, tag)
         stamp, tensor = self._take(self.members[src], (self.context, tag))
         port = self._port
         port.received = max(port.received + 1, stamp)
@@ -136,15 +138,6 @@ class Mesh:
         if self._port.broken:
             raise ValueError(f"rank {self.rank}: this mesh cannot be used again after its failure: {self._port.broken}")
 
-    def _check(self, peer: int, tag: int, action: str) -> None:
-        self._check_usable()
-        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.world_size:
-            raise ValueError(f"rank {self.rank} cannot {action} rank {peer!r}: there are {self.world_size} ranks")
-        if peer == self.rank:
-            raise ValueError(f"rank {self.rank} cannot {action} itself")
-        if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-            raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
-
     def _lost(self, src: int, tag: tuple[int, int], why: str) -> MeshTimeout:
         """Mark the mesh as broken and return the error to raise."""
         what = "facts" if tag[1] == CONTROL else f"a message (tag {tag[1]})"
@@ -180,6 +173,21 @@ class QueueMesh(Mesh):
             self._stash[sender, its_tag].append((stamp, message))
         stamp, (data, dtype, shape) = self._stash[src, tag].popleft()
         return stamp, wire.tensor_from_bytes(data, wire.dtype_of(dtype), shape)
+
+
+def check_rank(what: str, rank: int, world_size: int) -> None:
+    """Raise ValueError unless `rank` is one of `world_size` ranks."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ValueError(f"{what} must be a rank from 0 to {world_size - 1}, got {rank!r}")
+
+
+def check_peer(rank: int, peer: int, world_size: int, tag: int) -> None:
+    """Raise ValueError unless `rank` can exchange messages with `peer` under this tag."""
+    check_rank("peer", peer, world_size)
+    if peer == rank:
+        raise ValueError(f"rank {rank} cannot exchange messages with itself")
+    if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+        raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
 
 
 def must_agree(channel, what: str, facts: dict) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import wire
-from collectives import PRIMITIVES, check_call
+from collectives import PRIMITIVES, check_call, check_chunks
+from comm import WIDER
 from mesh import QueueMesh
 from ranks import check_world_size, run_ranks, start_method
 
 ADDS = ("allreduce", "reduce_scatter")  # the others only move
-_GLOO_DTYPES = {torch.bool: torch.int32, torch.int16: torch.int32}  # gloo cannot add these, or adds bools as bytes
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Case:
             raise ValueError(f"a list of {world_size} tensors is needed, one a rank, got {found}")
         for tensor in self.tensors:
             check_call(self.op, world_size, tensor, "sum" if self.op in ADDS else None, self.src)
+            if self.op == "reduce_scatter":
+                check_chunks(tensor, world_size)
         kinds = [f"{wire.dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for tensor in self.tensors]
         if len(set(kinds)) > 1:
             raise ValueError(f"all ranks need the same dtype and shape, got {', '.join(kinds)}")
@@ -153,7 +155,7 @@ def _gloo(rank: int, world_size: int, cases: list[Case]) -> list[torch.Tensor]:
 def _gloo_collective(op: str, tensor: torch.Tensor, world_size: int, src: int) -> torch.Tensor:
     x = tensor.detach().clone(memory_format=torch.contiguous_format)
     if op in ADDS:
-        wide = x.to(_GLOO_DTYPES.get(x.dtype, x.dtype))
+        wide = x.to(WIDER.get(x.dtype, x.dtype))
         if op == "allreduce":
             dist.all_reduce(wide)
             return wide.to(x.dtype)

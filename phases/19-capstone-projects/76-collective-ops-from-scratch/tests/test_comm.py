@@ -296,12 +296,12 @@ class TestEveryTransport(unittest.TestCase):
 
     def test_the_words_of_local_faults(self):
         words = self.virtual[3][1][2][0]
-        self.assertIn("all_reduce needs tensors, got list", words)
+        self.assertIn("all_reduce needs a tensor, got list", words)
         self.assertIn("op must be one of sum, avg, max, got 'median'", words)
         self.assertIn("all_reduce: tensor on meta, but this group works on cpu", words)
         self.assertIn("all_gather: 3 ranks, 4 elements in, 13 out do not fit", words)
-        self.assertIn("src must be a rank from 0 to 2, got -1", words)
-        self.assertIn("rank 1 cannot exchange with itself", words)
+        self.assertIn("broadcast source must be a rank from 0 to 2, got -1", words)
+        self.assertIn("rank 1 cannot exchange messages with itself", words)
         self.assertIn("a tag is a whole number of at least 0, got -1", words)
 
 
