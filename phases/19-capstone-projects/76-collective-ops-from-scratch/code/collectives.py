@@ -22,7 +22,7 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
     A rank sends 2T - (its own chunk) - (its left neighbour's chunk) bytes: 2T(N-1)/N when N divides the length. Nothing
     is padded: chunks differ by at most one element. Source: Patarasu and Yuan, 2009.
     """
-    with _collective(mesh, "all_reduce", tensor, op=op, check=check):
+    with collective_call(mesh, "all_reduce", tensor, op=op, check=check):
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(result.view(-1).tensor_split(mesh.world_size))  # views: writing a chunk writes the result
         _ring_reduce(mesh, chunks, op)
@@ -33,7 +33,7 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
 def reduce_scatter(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:
     """Return chunk `rank` of the sum over all ranks: N equal chunks of dimension 0. Sends T(N-1)/N bytes a rank."""
     check_chunks(tensor, mesh.world_size)
-    with _collective(mesh, "reduce_scatter", tensor, op=op, check=check):
+    with collective_call(mesh, "reduce_scatter", tensor, op=op, check=check):
         work = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(work.tensor_split(mesh.world_size))
         _ring_reduce(mesh, chunks, op)
@@ -45,7 +45,7 @@ def allgather(mesh: Mesh, tensor: torch.Tensor, check: bool = True) -> torch.Ten
 
     Sends (N-1)T bytes a rank, T being one rank's input.
     """
-    with _collective(mesh, "all_gather", tensor, check=check):
+    with collective_call(mesh, "all_gather", tensor, check=check):
         shape = tuple(tensor.shape) or (1,)
         result = tensor.new_empty((mesh.world_size * shape[0], *shape[1:]))
         chunks = list(result.tensor_split(mesh.world_size))
@@ -61,7 +61,7 @@ def broadcast(mesh: Mesh, tensor: torch.Tensor, src: int = 0, check: bool = True
     the one without v's highest bit, then sends to v + 2^k for each higher k. Each round doubles the number of ranks
     that hold the data.
     """
-    with _collective(mesh, "broadcast", tensor, src=src, check=check):
+    with collective_call(mesh, "broadcast", tensor, src=src, check=check):
         n, position = mesh.world_size, (mesh.rank - src) % mesh.world_size
         distance = 1 << position.bit_length()  # the first rank it sends to, once it holds the data, is this far away
         if position == 0:
@@ -134,7 +134,9 @@ def check_chunks(tensor: torch.Tensor, n: int) -> None:
 
 
 @contextmanager
-def _collective(mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True):
+def collective_call(
+    mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True
+):
     """Look for local faults; then, as one recorded communication, compare all ranks' calls and do the block."""
     check_call(what, mesh.world_size, tensor, op, src)
     with flight.inside(what):
