@@ -115,7 +115,8 @@ class TestFlatUnit(unittest.TestCase):
         weight.grad = torch.arange(6.0).view(3, 2).t()
         unit.take_grad(0)
         self.assertEqual(unit.grad.tolist(), [0, 2, 4, 1, 3, 5])
-        weight.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 0]], [5.0, 6.0, 7.0], (2, 3), check_invariants=True)
+        with torch.sparse.check_sparse_tensor_invariants():
+            weight.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 0]], [5.0, 6.0, 7.0], (2, 3))
         unit.take_grad(0)
         self.assertEqual(unit.grad.tolist(), [0, 0, 5, 13, 0, 0])
         weight.grad = torch.ones(2, 3, requires_grad=True) * 3
