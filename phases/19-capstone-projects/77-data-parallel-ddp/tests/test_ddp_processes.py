@@ -4,6 +4,8 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import os
+import signal
 import subprocess
 
 import torch
@@ -100,6 +102,15 @@ def misses_its_backward(rank, world_size):
         backward(ddp, rank)
 
 
+def is_killed(rank, world_size):
+    """Rank 1 is killed after a step, in the middle of training."""
+    ddp = DistributedDataParallel(ThreeLayers())
+    for step in range(3):
+        if (rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(ddp, rank, step)
+
+
 def modules_loaded(rank, world_size):
     """Wrap, train, and say whether what takes torch 1.2 s to import came along."""
     module = ThreeLayers()
@@ -183,6 +194,12 @@ class TestFailures(unittest.TestCase):
         with self.assertRaises(RankError) as caught:
             run_ranks(misses_its_backward, 3, timeout=DEADLINE, collective_timeout=2.0)
         self.assertEqual(caught.exception.rank, 1)
+
+    @unittest.skipUnless(hasattr(signal, "SIGKILL"), "there is no SIGKILL here")
+    def test_a_rank_that_is_killed_is_named(self):
+        with self.assertRaises(RankError) as caught:
+            run_ranks(is_killed, 3, timeout=DEADLINE)
+        self.assertEqual((caught.exception.rank, caught.exception.exitcode), (1, -signal.SIGKILL))
 
 
 class TestStartUp(unittest.TestCase):
