@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import unittest
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,21 @@ class TestGuard(unittest.TestCase):
             with self.subTest(rank=rank, step=step):
                 message = f"step {step}: rank {rank}'s gradient is not finite; no parameter was changed"
                 self.assert_stopped(replace(self.job, inject_nan=(step, rank)), message, step - 1)
+
+    def test_a_gradient_that_backward_leaves_so(self):
+        """In a later step, too: gradients must be where the guard looks for them."""
+        backward, calls = train.backward, Counter()
+
+        def broken(model, sequences, microbatches):
+            loss = backward(model, sequences, microbatches)
+            calls[my_rank()] += 1
+            if my_rank() == 2 and calls[2] == 3:
+                list(model.parameters())[-1].grad[0, 0] = math.inf
+            return loss
+
+        message = "step 3: rank 2's gradient is not finite; no parameter was changed"
+        with mock.patch.object(train, "backward", broken):
+            self.assertEqual(errors_of_ranks(3, self.job, NonFiniteError), [message] * 3)
 
     def test_a_loss_that_is_no_number(self):
         backward = train.backward
