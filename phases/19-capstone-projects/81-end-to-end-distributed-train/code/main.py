@@ -51,7 +51,7 @@ def run_e2e(world_size: int, steps: int, workdir: Path | str | None = None) -> d
     check_whole("steps", steps, least=CHECKPOINT_STEP)  # the checkpoint is part of the result
     folder = Path(workdir if workdir is not None else tempfile.mkdtemp(prefix="e2e-"))
     try:
-        job = Job(synthetic(seed=7), steps=steps, save_at=(CHECKPOINT_STEP,), folder=folder)
+        job = Job(synthetic(seed=7), steps=steps, exam_every=steps, save_at=(CHECKPOINT_STEP,), folder=folder)
         logs = run_ranks(train, world_size, job)
     except BaseException:
         if workdir is None:
