@@ -1,6 +1,5 @@
 """`--bench`: our ring all-reduce beside gloo's, over queues and over gloo's own point-to-point messages."""
 
-import time
 from functools import partial
 
 import demo
@@ -10,7 +9,7 @@ from collectives import ring_allreduce
 from comm import TorchComm
 from mesh import QueueMesh
 from ranks import run_ranks, start_method
-from sidebyside import compare
+from sidebyside import compare, slowest
 from torch_mesh import TorchMesh
 
 SIZES = {"4 KB": 1 << 10, "256 KB": 1 << 16, "4 MB": 1 << 20}  # elements of float32
@@ -21,15 +20,9 @@ def race(rank: int, world_size: int, boxes: list, pairs: int) -> tuple[list, boo
     comm, rows, equal = TorchComm(), [], True
     meshes = {"queues": QueueMesh(rank, world_size, boxes), "gloo send and recv": TorchMesh()}
 
-    def seconds(call) -> float:
-        comm.agree("ready")
-        started = time.perf_counter()
-        call()
-        return max(comm.agree(time.perf_counter() - started))
-
     def pair(mesh, x):
-        ours = partial(seconds, lambda: ring_allreduce(mesh, x, check=False))
-        return compare({"ours": ours, "gloo": partial(seconds, lambda: dist.all_reduce(x.clone()))}, pairs)
+        calls = {"ours": lambda: ring_allreduce(mesh, x, check=False), "gloo": lambda: dist.all_reduce(x.clone())}
+        return compare({name: partial(slowest, call, comm) for name, call in calls.items()}, pairs)
 
     for size, numel in SIZES.items():
         x = (torch.arange(numel) % 1000 + rank).float()  # sums are exact in any order

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,6 +39,17 @@ def compare(contenders: dict[str, Callable[[], float | None]], pairs: int = 9, w
             if turn >= 0:
                 times[name].append(elapsed)
     return [summary(name, times[name], times[names[0]]) for name in names]
+
+
+def slowest(work: Callable[[], object], comm, repeats: int = 1) -> float:
+    """Return the seconds that one call of `work` takes on the slowest rank; all ranks of `comm` start together."""
+    comm.agree(None)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
+    return max(comm.agree((time.perf_counter() - started) / repeats))
 
 
 def summary(name: str, theirs: list[float], ours: list[float]) -> Row:

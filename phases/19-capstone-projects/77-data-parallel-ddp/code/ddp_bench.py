@@ -1,6 +1,5 @@
 """`--bench`: our DDP beside torch's own, and beside the simpler ways of lesson 77. Same model, data and SGD."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -109,18 +108,11 @@ def exact_step(module: nn.Module, x: torch.Tensor, comm: Comm) -> tuple[torch.Te
     return before - LR * grads.mean(0), bound
 
 
-def slowest(step: Callable, repeats: int, comm: Comm, control: list[int]) -> float:
-    """Return the seconds of one step, on the slowest rank; add to `control` the control messages of the steps."""
-    comm.agree(None)  # a barrier: all begin together
-    before, started = comm.counters.control_calls, time.perf_counter()
-    for _ in range(repeats):
-        step()
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = torch.tensor([(time.perf_counter() - started) / repeats], device=comm.device)
+def counted(step: Callable, comm: Comm, control: list[int]) -> None:
+    """Take a step; add to `control` the number of control messages it sent."""
+    before = comm.counters.control_calls
+    step()
     control.append(comm.counters.control_calls - before)
-    comm.all_reduce(seconds, op="max")
-    return seconds.item()
 
 
 def measure(rank: int, world_size: int, models: dict) -> dict[str, dict]:
@@ -138,7 +130,10 @@ def compare(comm: Comm, build: Callable, shape: tuple[int, ...], pairs: int, rep
         step()
         after[name] = gather_flat_params(module)
     del after[ALONE]
-    timed = {name: partial(slowest, step, repeats, comm, control) for name, (_, step) in contenders.items()}
+    timed = {
+        name: partial(sidebyside.slowest, partial(counted, step, comm, control), comm, repeats)
+        for name, (_, step) in contenders.items()
+    }
     return {
         "rows": sidebyside.compare(timed, pairs, warmup=3),
         "numel": exact.numel(),

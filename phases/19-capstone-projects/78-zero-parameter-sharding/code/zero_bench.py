@@ -1,7 +1,5 @@
 """`--bench`: our ZeRO-1 beside DDP with torch's ZeroRedundancyOptimizer or Adam. Same model, data, fp32 everywhere."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import demo
@@ -64,16 +62,6 @@ CONTENDERS = {
 }
 
 
-def slowest(step: Callable, comm: Comm) -> float:
-    """Return the seconds of one step, on the slowest rank."""
-    comm.agree(None)  # a barrier: all begin together
-    started = time.perf_counter()
-    step()
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize()
-    return max(comm.agree(time.perf_counter() - started))
-
-
 def measure(rank: int, world_size: int) -> dict:
     """Be one rank: let every contender take a few steps, compare what they hold, then time all, interleaved."""
     comm, steps, params, state = TorchComm(), {}, {}, {}
@@ -91,7 +79,7 @@ def measure(rank: int, world_size: int) -> dict:
             step()
         params[name] = gather_flat_params(module)
         state[name] = memory.live_bytes(held())
-        steps[name] = partial(slowest, step, comm)
+        steps[name] = partial(sidebyside.slowest, step, comm)
     return {
         "numel": params[OURS].numel(),
         "difference": {name: (theirs - params[OURS]).abs().max().item() for name, theirs in params.items()},

@@ -1,6 +1,6 @@
 """Side by side with torch.distributed.pipelining: the same stages, the same microbatches, the same schedules."""
 
-import time
+from functools import partial
 
 import demo
 import torch
@@ -8,7 +8,7 @@ from comm import TorchComm
 from pipeline import Pipeline
 from ranks import run_ranks
 from schedule import make_schedule
-from sidebyside import compare
+from sidebyside import compare, slowest
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -43,7 +43,10 @@ def bench_worker(rank: int, world_size: int, microbatches: int, seed: int, pairs
         run_theirs()
         pairs_of_gradients = zip(ours.parameters(), theirs.parameters(), strict=True)
         same = all(torch.equal(a.grad, b.grad) for a, b in pairs_of_gradients)
-        own, torchs = compare({"ours": _timed(comm, run_ours), "torch": _timed(comm, run_theirs)}, pairs=pairs)
+        own, torchs = compare(
+            {name: partial(slowest, run, comm, STEPS) for name, run in (("ours", run_ours), ("torch", run_theirs))},
+            pairs,
+        )
         found[name] = (same, 1e3 * own.seconds, 1e3 * torchs.seconds, torchs.ratio, torchs.low, torchs.high)
     return found
 
@@ -77,18 +80,3 @@ def _theirs(comm, name, stage, data, microbatches):
         schedule.step(*([data[0]] if first else []), **({"target": data[1], "losses": []} if last else {}))
 
     return run
-
-
-def _timed(comm, run):
-    """Return a function that gives the slowest rank's seconds a step."""
-
-    def measure() -> float:
-        comm.agree(0)  # start together
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            run()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
-        return max(comm.agree(time.perf_counter() - started)) / STEPS
-
-    return measure

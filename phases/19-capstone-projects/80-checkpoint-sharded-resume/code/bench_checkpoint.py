@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import os
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import demo
@@ -34,15 +34,6 @@ def _measure(rank: int, world_size: int, folder: str, megabytes: int) -> list:
     state = {f"rank{rank}.part{part}": torch.randn(numel) for part in range(4)}
     live = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     ours, theirs, raw = (Path(folder, name) for name in ("ours", "theirs", f"raw{rank}"))
-
-    def slowest(work: Callable[[], object]) -> Callable[[], float]:
-        def timed() -> float:
-            comm.agree(None)  # all start together
-            started = time.perf_counter()
-            work()
-            return max(comm.agree(time.perf_counter() - started))
-
-        return timed
 
     def write_and_fsync():
         with open(raw, "wb", buffering=0) as file:
@@ -79,6 +70,6 @@ def _measure(rank: int, world_size: int, folder: str, megabytes: int) -> list:
         loads["safetensors.load_file + clone (unverified)"] = lambda: [t.clone() for t in load_file(alone).values()]
 
     def compare(group: dict[str, Callable]) -> list:
-        return sidebyside.compare({name: slowest(work) for name, work in group.items()})
+        return sidebyside.compare({name: partial(sidebyside.slowest, work, comm) for name, work in group.items()})
 
     return [("save", compare(saves)), ("load", compare(loads))]

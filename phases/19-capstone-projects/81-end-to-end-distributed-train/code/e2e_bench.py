@@ -12,7 +12,7 @@ from corpus import Batches, synthetic
 from ranks import run_ranks
 from torch import nn
 from train import Job, guard
-from zero_bench import CONTENDERS, OURS, slowest  # 78: {name: how to make what is called, and its optimizer}
+from zero_bench import CONTENDERS, OURS  # 78: {name: how to make what is called, and its optimizer}
 
 GUARDED = "ours, with the NaN guard"  # torch's rows have none
 CHECKED_STEPS, TOLERANCE = 5, 1e-4  # nats; sums in another order and fused kernels round differently
@@ -59,7 +59,7 @@ def compare(comm: Comm, job: Job, pairs: int) -> dict:
         comm.all_reduce(own, op="avg")  # (CHECKED_STEPS,): the mean over all ranks, of each step
         losses[name] = own.tolist()
         turn = iter(mine * (1 + (pairs + 1) // len(mine)))
-        timed[name] = partial(slowest, lambda step=step, turn=turn: step(next(turn)), comm)
+        timed[name] = partial(sidebyside.slowest, lambda step=step, turn=turn: step(next(turn)), comm)
     numel = sum(param.numel() for param in model.parameters())
     return {"numel": numel, "losses": losses, "rows": sidebyside.compare(timed, pairs)}
 
