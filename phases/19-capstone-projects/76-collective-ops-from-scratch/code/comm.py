@@ -20,10 +20,7 @@ from mesh import Mesh, check_peer, must_agree
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
-WIDER = {
-    torch.bool: torch.int32,
-    torch.int16: torch.int32,
-}  # gloo cannot add these, or adds bools as bytes (1 + 1 = 2)
+WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}  # gloo adds bools as bytes, and int16 not at all
 
 
 @dataclass

@@ -9,13 +9,15 @@ from mesh import Mesh
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
 _in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
+_BUFFERED = 16  # messages to each peer, on average, that may be on their way before `send` waits for the oldest
 
 
 class TorchMesh(Mesh):
     """A mesh over a process group (default: the world). Waits end with the group's own timeout.
 
     Each message is a header of fixed size, then the payload: the receiver learns dtype and shape before it posts the
-    receive, so no message can land in a buffer of another kind. CPU tensors over gloo.
+    receive, so no message can land in a buffer of another kind. CPU tensors over gloo. `send` is buffered for several
+    messages a peer; after that it waits for the oldest to be received.
     """
 
     def __init__(self, group=None):
@@ -30,8 +32,8 @@ class TorchMesh(Mesh):
         for part in (header, tensor.clone(memory_format=torch.contiguous_format).view(-1)):
             if part.numel():
                 _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
-        while _in_flight and _in_flight[0][0].is_completed():
-            _in_flight.popleft()  # gloo reads a message's memory until it has left
+        while len(_in_flight) > _BUFFERED * self.world_size:  # gloo never says that a send is complete, unless asked to
+            _in_flight.popleft()[0].wait()  # wait; until then its memory must stay
 
     def _take(self, src, tag):
         while not self._stash[src, tag]:

@@ -272,6 +272,13 @@ class TestEveryTransport(unittest.TestCase):
                     with self.subTest(n=n, transport=transport, rank=rank, part=name):
                         self.assertEqual(seen[name], expected)
 
+    def test_unchecked_leaves_the_comparison_out(self):
+        for n, transport, ranks in self.found(0):
+            for seen in ranks:
+                with self.subTest(n=n, transport=transport):
+                    _, control_calls, shares_counters = seen["unchecked"]
+                    self.assertEqual((control_calls, shares_counters), (0, True))
+
     def test_refusals_are_the_same_everywhere_and_change_nothing(self):
         for n, transport, ranks in self.found(1):
             with self.subTest(n=n, transport=transport):

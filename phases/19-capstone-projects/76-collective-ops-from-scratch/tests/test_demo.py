@@ -144,6 +144,15 @@ class TestSideBySide(unittest.TestCase):
         with mock.patch.object(sidebyside.time, "perf_counter", lambda: next(clock)):
             self.assertEqual(sidebyside.compare({"ours": lambda: None}, pairs=6)[0].seconds, 1)
 
+    def test_a_call_is_as_slow_as_its_slowest_rank(self):
+        comm = mock.Mock()
+        comm.device.type = "cpu"
+        comm.agree.side_effect = lambda own: [own, 0.5]  # rank 1 took half a second a call
+        clock = itertools.count()
+        with mock.patch.object(sidebyside.time, "perf_counter", lambda: next(clock)):
+            self.assertEqual(sidebyside.slowest(lambda: None, comm), 1.0)
+            self.assertEqual(sidebyside.slowest(lambda: None, comm, repeats=4), 0.5)
+
     def test_the_interval_holds_the_median_with_95_percent(self):
         for pairs, dropped in ((6, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5), (25, 7)):
             row = sidebyside.summary("x", [float(i) for i in range(pairs)], [1.0] * pairs)

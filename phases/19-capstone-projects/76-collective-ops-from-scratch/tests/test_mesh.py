@@ -9,6 +9,7 @@ from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import mesh as mesh_module
 import torch
 import torch_mesh
 import wire
@@ -226,6 +227,17 @@ class TestSplit(unittest.TestCase):
 
         self.assertEqual(pair(work)[1], (2, 1))
 
+    def test_messages_of_two_sub_meshes_do_not_mix(self):
+        def work(mesh):
+            first, second = mesh.split(0), mesh.split(0)
+            if mesh.rank == 0:
+                first.send(1, torch.tensor([1]))
+                second.send(1, torch.tensor([2]))
+            else:
+                return second.recv(0).item(), first.recv(0).item()
+
+        self.assertEqual(pair(work)[1], (2, 1))
+
     def test_sub_meshes_of_sub_meshes(self):
         def work(mesh):
             quarter = mesh.split(mesh.rank // 4).split(mesh.rank // 2)
@@ -284,11 +296,22 @@ class TestDeadline(unittest.TestCase):
             self.mesh().agree(1)
 
     def test_messages_for_others_do_not_prolong_it(self):
-        mesh = self.mesh()
-        for other in (1, 2):
-            QueueMesh(other, 3, mesh._boxes).send(0, torch.tensor([other]), tag=other)
-        with self.assertRaises(MeshTimeout):
-            mesh.recv(2, tag=1)
+        clock, calls = [0.0], []
+
+        class Busy:
+            """A box in which a message of rank 1 arrives every second."""
+
+            def get(self, timeout):
+                calls.append(timeout)
+                assert len(calls) < 100, "the deadline never came"
+                clock[0] += min(timeout, 1.0)
+                if timeout < 1.0:
+                    raise queue.Empty
+                return 1, (0, 0), 1, (bytes(4), "float32", (1,))
+
+        with mock.patch.object(mesh_module.time, "monotonic", lambda: clock[0]), self.assertRaises(MeshTimeout):
+            QueueMesh(0, 3, [Busy()] * 3, timeout=3.0).recv(2)
+        self.assertEqual(calls, [3.0, 2.0, 1.0, 0.0])
 
     def test_a_mesh_that_failed_cannot_be_used_again_nor_its_sub_meshes(self):
         mesh = self.mesh()
@@ -312,6 +335,22 @@ def waits_in_vain(rank, world_size):
     if rank == 0:
         mesh.recv(1)
     mesh.recv(1 - rank, tag=1)
+
+
+def sends_a_lot(rank, world_size):
+    mesh = TorchMesh()
+    most = 0
+    for step in range(200):
+        got = mesh.sendrecv(1 - rank, torch.full((1000,), step), 1 - rank)
+        most = max(most, len(torch_mesh._in_flight))
+        assert got[0] == got[-1] == step
+    return most
+
+
+class TestGlooMemory(unittest.TestCase):
+    def test_messages_that_have_arrived_are_not_kept(self):
+        for most in run_ranks(sends_a_lot, 2, timeout=120):
+            self.assertLessEqual(most, 2 * torch_mesh._BUFFERED + 2)
 
 
 class TestGlooDeadline(unittest.TestCase):

@@ -551,10 +551,7 @@ class TestSpawn(RanksCase):
         file.write_text(file.read_text() + "BONUS = 100\n")
         spec = importlib.util.spec_from_file_location("main_loaded_by_path", file)
         module = importlib.util.module_from_spec(spec)
-        with (
-            mock.patch.dict(sys.modules, {"main_loaded_by_path": module}),
-            mock.patch.object(sys, "path", [str(Path(__file__).parent), *sys.path]),
-        ):
+        with mock.patch.dict(sys.modules, {"main_loaded_by_path": module}):
             spec.loader.exec_module(module)
             boxes = QueueMesh.inboxes(2, ranks.start_method(None))
             self.assertEqual(run_ranks(module.work, 2, boxes, backend=None, timeout=SECONDS), [103, 103])
@@ -605,22 +602,35 @@ def its_pid(rank, world_size):
     return os.getpid()
 
 
-class TestWatchdog(unittest.TestCase):
-    """NCCL's watchdog aborts a process whose peer does not answer: the peer is the cause, if there is one behind."""
+class TestBlame(unittest.TestCase):
+    """The choice among several failures, without processes."""
 
-    def cause(self, *counts: int) -> int:
+    def cause(self, failures: list, *counts: int) -> int:
         launch = object.__new__(ranks._Launch)
         launch.run = rank_process.Run(Path("nowhere"), len(counts), "nccl", 60.0)
+        launch.failures = {failure.rank: failure for failure in failures}
+
+        positions = [flight.Position(count) for count in counts]
+        with (
+            mock.patch.object(flight, "read", return_value=positions),
+            mock.patch.object(launch, "_stack", return_value=""),
+        ):
+            return launch._blame().rank
+
+    def test_a_failure_of_a_ranks_own_comes_before_those_of_victims(self):
+        own = ranks._Failure(2, "raised KeyError", 1, when=5.0, traceback="t")
+        victim = ranks._Failure(0, "raised RuntimeError: gloo/transport", 1, when=4.0, traceback="t", victim=True)
+        self.assertEqual(self.cause([victim, own], 3, 3, 3), 2)
+
+    def test_of_two_the_first_is_the_cause(self):
+        late, early = (ranks._Failure(rank, "raised", 1, when=9.0 - rank, traceback="t") for rank in (0, 1))
+        self.assertEqual(self.cause([late, early], 3, 3), 1)
+
+    def test_nccls_watchdog_aborts_a_victim_if_another_rank_is_behind(self):
         aborted = ranks._Failure(0, "was killed by SIGABRT", -6, victim=True)
-        launch.failures = {0: aborted}
-        return launch._cause(aborted, [flight.Position(count) for count in counts]).rank
-
-    def test_a_rank_that_is_behind_is_the_cause(self):
-        self.assertEqual(self.cause(3, 3, 2, 3), 2)
-
-    def test_without_one_the_aborted_rank_is(self):
-        self.assertEqual(self.cause(3, 3, 4), 0)
-        self.assertEqual(self.cause(2, 3), 0)
+        self.assertEqual(self.cause([aborted], 3, 3, 2, 3), 2)
+        self.assertEqual(self.cause([aborted], 3, 3, 4), 0)
+        self.assertEqual(self.cause([aborted], 2, 3), 0)
 
 
 class TestPosition(unittest.TestCase):
@@ -631,11 +641,16 @@ class TestPosition(unittest.TestCase):
             flight.attach(board, 1)
             with flight.inside("all_reduce"):
                 self.assertEqual(str(flight.read(board)[1]), "in communication 1 (all_reduce)")
+            with flight.inside("all_gather"), flight.inside("agree"):
+                self.assertEqual(str(flight.position()), "in communication 2 (all_gather)")
+            with flight.waiting("all_gather"):
+                self.assertEqual(str(flight.read(board)[1]), "in communication 2 (all_gather)")
+            self.assertEqual(str(flight.read(board)[1]), "after communication 2 (all_gather)")
             with self.assertRaises(KeyError), flight.inside("b" * 99):
                 raise KeyError
             self.assertEqual(
                 [str(p) for p in flight.read(board)],
-                ["before its first communication", f"in communication 2 ({'b' * 59})"],
+                ["before its first communication", f"in communication 3 ({'b' * 59})"],
             )
             flight._recorder.board.close()
 
@@ -648,7 +663,8 @@ class TestPosition(unittest.TestCase):
 
 def environment() -> dict:
     """For a new interpreter that imports this file and the lesson."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    here = Path(__file__).resolve()
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [here.parent, *here.parents[3].glob("*/*/code")]))}
 
 
 def python(code: str) -> str:
