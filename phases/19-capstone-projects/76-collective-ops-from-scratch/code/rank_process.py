@@ -1,5 +1,6 @@
 """What happens inside a rank's process: rendezvous, the worker's call, delivery of its result, and a clean end."""
 
+import atexit
 import datetime
 import faulthandler
 import json
@@ -210,9 +211,18 @@ def join(worker, world_size: int, args: tuple, backend: str | None, seconds: flo
     if world_size != started:
         raise ValueError(f"world_size {world_size}, but the launcher started {started} processes")
     torch.set_num_threads(1)
-    if not dist.is_initialized():  # once a process: the launcher's store cannot be used for a second rendezvous
+    first = not dist.is_initialized()
+    if first:  # once a process: the launcher's store cannot be used for a second rendezvous
         join_group(rank, world_size, backend or "gloo", seconds)
     data = wire.dumps(worker(rank, world_size, *args))
     everyone = [None] * world_size
     dist.all_gather_object(everyone, data)
+    if first:
+        atexit.register(_leave_group)
     return [wire.loads(item) for item in everyone]
+
+
+def _leave_group() -> None:
+    """End the group before the interpreter ends: its threads, still alive then, now and then abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

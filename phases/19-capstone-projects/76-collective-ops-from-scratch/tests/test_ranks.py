@@ -592,6 +592,16 @@ class TestTorchrun(RanksCase):
             out, err = process.communicate(timeout=SECONDS)
             self.assertEqual(out, "True [3.0, 3.0]\n", err)
 
+    def test_the_group_ends_before_the_interpreter_does(self):
+        code = (
+            "import atexit, torch.distributed as dist, test_ranks as t\n"
+            "atexit.register(lambda: print(dist.is_initialized()))\n"  # the first to register is the last to run
+            "print(t.run_ranks(t.summed, 2, 1.0), t.run_ranks(t.summed, 2, 1.0), dist.is_initialized())"
+        )
+        for process in [self.joined(rank, 2, code) for rank in (0, 1)]:
+            out, err = process.communicate(timeout=SECONDS)
+            self.assertEqual((out, process.returncode), ("[3.0, 3.0] [3.0, 3.0] True\nFalse\n", 0), err)
+
     def test_another_world_size_is_refused(self):
         process = self.joined(0, 1, "import test_ranks as t\nt.run_ranks(t.summed, 3, 1.0)")
         self.assertIn("world_size 3, but the launcher started 1 processes", process.communicate(timeout=SECONDS)[1])
