@@ -8,8 +8,10 @@ from mesh import Mesh
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
-_in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
+_HEADER = 8 * (5 + _MAX_DIM)  # bytes
+_INLINE = 1024 - _HEADER  # a payload of up to so many bytes travels with its header
 _BUFFERED = 16  # messages to each peer, on average, that may be on their way before `send` waits for the oldest
+_in_flight = deque()  # (work, memory) of the whole process: a message may outlive the mesh that sent it
 
 
 class TorchMesh(Mesh):
@@ -28,10 +30,15 @@ class TorchMesh(Mesh):
         if tensor.dim() > _MAX_DIM:
             raise ValueError(f"a message may have {_MAX_DIM} dimensions, this tensor has {tensor.dim()}")
         sizes = [*tensor.shape, *[0] * (_MAX_DIM - tensor.dim())]
+        first = torch.empty(_HEADER + _INLINE, dtype=torch.uint8)
         header = torch.tensor([*tag, stamp, _DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
-        for part in (header, tensor.clone(memory_format=torch.contiguous_format).view(-1)):
-            if part.numel():
-                _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
+        first[:_HEADER] = header.view(torch.uint8)
+        payload = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        inline = len(payload) <= _INLINE
+        if inline:
+            first[_HEADER : _HEADER + len(payload)] = payload
+        for part in (first,) if inline else (first, payload):
+            _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
         while len(_in_flight) > _BUFFERED * self.world_size:  # gloo never says that a send is complete, unless asked to
             _in_flight.popleft()[0].wait()  # wait; until then its memory must stay
 
@@ -45,10 +52,13 @@ class TorchMesh(Mesh):
         return self._stash[src, tag].popleft()
 
     def _receive(self, src):
-        header = torch.empty(5 + _MAX_DIM, dtype=torch.int64)
-        dist.recv(header, group=self._group, group_src=src)
-        context, tag, stamp, dtype, dim, *sizes = header.tolist()
+        first = torch.empty(_HEADER + _INLINE, dtype=torch.uint8)
+        dist.recv(first, group=self._group, group_src=src)
+        context, tag, stamp, dtype, dim, *sizes = first[:_HEADER].view(torch.int64).tolist()
         tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype])
-        if tensor.numel():
-            dist.recv(tensor.view(-1), group=self._group, group_src=src)
+        payload = tensor.view(-1).view(torch.uint8)
+        if len(payload) <= _INLINE:
+            payload.copy_(first[_HEADER : _HEADER + len(payload)])
+        else:
+            dist.recv(payload, group=self._group, group_src=src)
         return (context, tag), (stamp, tensor)

@@ -49,6 +49,8 @@ def everything(mesh: Mesh) -> list:
         base = torch.arange(12.0).view(3, 4) + 100 * mesh.rank
         for tensor in (base[:, 1], base.t(), base[0, 0], base[:0], base[:, :0], torch.complex(base, base).conj()):
             seen.append(plain(mesh.sendrecv(right, tensor, left)))
+        for numel in (229, 230, 231, 5000):  # around the size at which TorchMesh sends a payload by itself
+            seen.append(plain(mesh.sendrecv(right, torch.arange(numel).float() + mesh.rank, left)))
         for tag in (0, 7, 2):  # received in another order
             mesh.send(right, torch.tensor([tag, mesh.rank]), tag, lone=False)
         seen += [mesh.recv(left, tag).tolist() for tag in (2, 0, 7)]
