@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,8 +71,11 @@ def run_lesson(course: Course, args: argparse.Namespace) -> int:
     main = course.find(args.lesson).folder / "code" / "main.py"
     if not main.is_file():
         raise UnknownLesson(f"lesson {args.lesson} has no {main.relative_to(course.root).as_posix()}")
-    code = subprocess.call([sys.executable, str(main), *args.passed_on])
-    return code if code >= 0 else 128 - code  # as a shell says it when a signal ended the process
+    command = [sys.executable, str(main), *args.passed_on]
+    if os.name == "posix":
+        sys.stdout.flush()
+        os.execv(sys.executable, command)  # become it: a signal for this command must not miss the demonstration
+    return subprocess.call(command)
 
 
 def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:
@@ -82,6 +87,7 @@ def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:
         folders = [(lesson.id, lesson.folder / "tests") for lesson in course.lessons]
         folders.append(("scripts", course.root / "scripts" / "tests"))
     runs = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that run now end, too
     for name, folder in folders:
         print(f"== {name}", flush=True)
         runs.append(run_tests(name, folder, args.deadline))

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import unittest
 from pathlib import Path
 
 from fake_course import FakeCourse
@@ -53,6 +54,14 @@ class TestRun(CommandLine):
         result = self.course("run", "1", "--", "--steps", "3")
         self.assert_clear(result, 0, "told: Wheel --steps 3")
         self.assertEqual(self.course("run", "01-wheels", "--", "--fail").returncode, 3)
+
+    @unittest.skipUnless(os.name == "posix", "elsewhere the demonstration is a process of its own")
+    def test_a_signal_for_the_command_reaches_the_demonstration(self):
+        self.put(f"{self.WHEELS}/code/main.py", "import os\nprint(os.getpid())")
+        command = [sys.executable, str(COURSE), "--root", str(self.root), "run", "01"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            printed = process.communicate(timeout=120)[0]
+        self.assertEqual(int(printed), process.pid)  # they are one process
 
     def test_unknown_lessons_and_options(self):
         self.assert_clear(self.course("run", "99"), 2, "no lesson '99'; the lessons are: 01, 02")

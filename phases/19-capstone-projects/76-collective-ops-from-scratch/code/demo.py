@@ -14,7 +14,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--world-size", type=positive, metavar="N", help="number of ranks (default: 4; with --bench 2)")
     p.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="gloo: CPU ranks; nccl: one GPU a rank")
     p.add_argument("--out", type=Path, metavar="DIR", help="folder for plots, traces, JSONL (default: outputs/NN)")
-    p.add_argument("--seed", type=int, default=7, help="seed of models and data (default: 7)")
+    p.add_argument("--seed", type=seed, default=7, help="seed of models and data (default: 7)")
     p.add_argument("--bench", action="store_true", help="time our code side by side with PyTorch's own")
     return p
 
@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Parse a seed, a whole number from 0 to 2^31 - 1 (a type for argparse)."""
+    if not text.isascii() or not text.isdigit() or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {(1 << 31) - 1}, got {text!r}")
+    return int(text)
+
+
 def parse(p: argparse.ArgumentParser, lesson: int, argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line and fill in defaults: `--out` (made by `out_dir` when first needed) and `--world-size`."""
     args = p.parse_args(argv)
@@ -41,7 +48,10 @@ def parse(p: argparse.ArgumentParser, lesson: int, argv: list[str] | None = None
 
 def out_dir(args: argparse.Namespace) -> Path:
     """Return the output folder, made if it is not there."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {args.out}: cannot be made: {error.strerror}") from None
     return args.out
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
@@ -103,8 +104,9 @@ def _exit(code: int) -> None:
 def _publish(path: Path, data: bytes) -> None:
     """Write a file that is either whole or not there."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    temporary.rename(path)
+    with suppress(FileNotFoundError):  # the launcher has been killed, and its folder is gone: nobody asks any more
+        temporary.write_bytes(data)
+        temporary.rename(path)
 
 
 def _report(error: BaseException) -> dict:

@@ -48,6 +48,19 @@ class TestFlags(unittest.TestCase):
                 self.parse("--world-size", value)
             self.assertIn(f"expected a whole number of at least 1, got {value!r}", err.getvalue())
 
+    def test_a_seed_is_one_that_every_generator_takes(self):
+        for value in ("-1", "2147483648", "99999999999999999999", "1.5", "x", ""):
+            with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
+                self.parse("--seed", value)
+            self.assertIn("expected a whole number from 0 to 2147483647", err.getvalue())
+        self.assertEqual(self.parse("--seed", "2147483647").seed, 2147483647)
+
+    def test_an_output_folder_that_cannot_be_made(self):
+        with tempfile.NamedTemporaryFile() as file:
+            args = self.parse("--out", str(Path(file.name, "below")))
+            with self.assertRaisesRegex(SystemExit, "--out .*below: cannot be made"):
+                demo.out_dir(args)
+
     def test_torchrun_sets_the_world_size_but_a_stray_variable_does_not(self):
         with mock.patch.dict(os.environ, TORCHRUN):
             self.assertEqual(self.parse().world_size, 3)

@@ -179,7 +179,7 @@ def check_accumulation(claims: demo.Claims, world_size: int, seed: int, backend:
 def main() -> int:
     """Run the demonstration; return the exit code."""
     parser = demo.parser(__doc__)
-    parser.add_argument("--steps", type=demo.positive, default=5)
+    parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (default: 5)")
     parser.add_argument("--collectives", choices=["torch", "ours"], default="torch", help="ours: lesson 76's functions")
     args = demo.parse(parser, lesson=77)
     if args.bench:

@@ -174,7 +174,7 @@ def check_cost(claims: demo.Claims, logs: list) -> None:
 def main() -> int:
     """Run the demonstration; return the exit code."""
     parser = demo.parser(__doc__)
-    parser.add_argument("--steps", type=demo.positive, default=10)
+    parser.add_argument("--steps", type=demo.positive, default=10, help="training steps (default: 10)")
     args = demo.parse(parser, lesson=78)
     if args.bench:
         from zero_bench import bench  # 78: against torch's own

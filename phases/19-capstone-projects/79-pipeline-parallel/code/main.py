@@ -1,4 +1,4 @@
-"""Lesson 79: pipeline parallelism. A schedule is data: here it is drawn, costed, proven, and run. Run with --help."""
+"""Lesson 79: pipeline parallelism. A schedule is data: here it is drawn, costed, proven, and run."""
 
 import sys
 from pathlib import Path
@@ -179,7 +179,7 @@ def main() -> int:
     parser = demo.parser(__doc__)
     parser.add_argument("--microbatches", type=demo.positive, default=8, metavar="M", help="microbatches a batch (8)")
     parser.add_argument("--batch", type=demo.positive, default=4, metavar="ROWS", help="rows a microbatch (4)")
-    parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (5)")
+    parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (default: 5)")
     args, claims = demo.parse(parser, lesson=79), demo.Claims()
     if args.world_size > len(SIZES) - 1:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")

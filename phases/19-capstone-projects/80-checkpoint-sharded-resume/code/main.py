@@ -20,7 +20,7 @@ from checkpoint import load_shard, load_sharded, save_shard, save_sharded  # N r
 from comm import TorchComm  # 76: what a rank sees of the others
 from damage import CODE_RAN, WRONG_CHECKPOINTS  # ways to be wrong
 from manifest import MANIFEST, CheckpointError, ShardManifest  # the file that makes N shards a checkpoint
-from ranks import run_ranks  # 76: one process a rank
+from ranks import run_ranks, under_torchrun  # 76: one process a rank
 from restore import load_into  # a loaded state into live tensors
 from rotation import latest_checkpoint, rotate_checkpoints  # the newest, and deleting the oldest
 from storage import Crash, CrashingStorage  # the disk, as a process sees it that will die
@@ -239,6 +239,8 @@ def main() -> int:
     parser = demo.parser("Lesson 80: sharded checkpoints that survive crashes and refuse everything else.")
     parser.add_argument("--mb", type=demo.positive, default=64, help="megabytes a rank for --bench (default: 64)")
     args = demo.parse(parser, lesson=80)
+    if under_torchrun():
+        parser.error("this lesson starts ranks of its own; torchrun is for 77, 78, 79 and 81")
     claims = demo.Claims()
     with tempfile.TemporaryDirectory(prefix="lesson80-") as folder:
         round_trip(claims, Path(folder) / "round_trip", args.world_size, args.backend)

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -473,6 +474,14 @@ class Demonstration(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertRegex(done.stdout, r"LESSON 80: .* -- (\d+) of \1 claims hold")
+
+    def test_torchrun_is_refused(self):
+        launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, LESSON / "code" / "main.py"], capture_output=True, text=True, timeout=120, env=launched
+        )
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn("torchrun is for 77, 78, 79 and 81", done.stderr)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
     exam = Batches(job.corpus.held_out, min(EXAM, (len(job.corpus.held_out) - 1) // job.seq), job.seq, seed=0).batch(0)
     torch.manual_seed(job.seed + 1 + rank)  # noise: each rank its own dropout
     start = resume(job, optimizer, comm) if job.resume else 0
+    if job.inject_nan and job.inject_nan[0] <= start:
+        raise CheckpointError(f"{job.resume}: saved after {start} steps, but the drill is for step {job.inject_nan[0]}")
     log = {"rows": [], "masters": {}, "start": start, "initial_exam": examine(model, exam, comm)}
     calls, sent = Counter(comm.counters.calls), Counter(comm.counters.bytes)
     for step in range(start + 1, job.steps + 1):

@@ -231,6 +231,10 @@ class TestTheCommand(unittest.TestCase):
             ),
             "resume nothing": (command("--resume", ".", "--world-size", 2), {}),
             "resume by two": (command("--resume", "outputs/81/checkpoints/step_10", "--world-size", 2), {}),
+            "resume after the drill": (
+                command("--resume", "outputs/81/checkpoints/step_10", "--inject-nan", 5),
+                {},
+            ),
             "resume when over": (command("--resume", "outputs/81/checkpoints/step_20"), {}),
         }
         with ThreadPoolExecutor(2) as pool:
@@ -335,6 +339,7 @@ class TestTheCommand(unittest.TestCase):
         self.stopped("resume nothing", "manifest.json: missing")
         self.stopped("resume by two", "world_size mismatch: saved by 4 ranks, to be loaded by 2")
         self.stopped("resume other text", "saved by another job: corpus was")
+        self.stopped("resume after the drill", "saved after 10 steps, but the drill is for step 5")
         self.stopped("resume when over", "saved after 20 steps, and the run has only 20")
 
     def test_steps_that_make_no_sense(self):
