@@ -222,6 +222,8 @@ def check_outputs(path: Path, document: Document) -> list[Fault]:
     for block in document.blocks:
         if block.language != "text" or (block.lines and block.lines[0].startswith("$ ")):
             continue
+        if re.fullmatch(r"[A-Z_]*", "".join(block.lines).strip()):
+            faults.append(Fault(path.as_posix(), block.line, "an output block is empty, or holds a word in its place"))
         before = block.line - 1
         while before > 0 and not document.lines[before - 1].strip():
             before -= 1

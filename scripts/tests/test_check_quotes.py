@@ -125,6 +125,13 @@ class TestOutputs(FakeCourse):
         line = self.docs("```bash\npython code/main.py\n```\n", "This is `python`:\n")
         self.assert_docs_fault(line + 2, "an output block must follow")
 
+    def test_a_word_in_the_place_of_an_output(self):
+        there = "told: Wheel"
+        for place in ("TABLE", "", "THE_TRACE"):
+            line = self.docs(f"```text\n{there}\n```", f"```text\n{place}\n```")
+            self.assert_docs_fault(line, "an output block is empty, or holds a word in its place")
+            there = place
+
     def test_the_ways_to_name_it(self):
         self.docs("```bash\npython code/main.py\n```\n", "`python code/main.py` prints:\n")
         self.assert_good()
