@@ -11,6 +11,7 @@ import collectives
 import torch
 from arena import ALIGNMENT, Arena
 from comm import Comm, TorchComm, _fill, _plain
+from mesh import must_agree
 
 GLOO_SEGMENT = 1 << 20  # bytes: gloo's largest segment
 
@@ -36,7 +37,8 @@ class SharedComm(Comm):
 
     Facts, point-to-point messages and sub-groups go through `comm`, another communicator of the same ranks (default:
     the process group). All ranks must allocate with `empty` in the same order: a buffer then has one place in every
-    rank's heap, where the others find it. Raises ValueError if the arena is for another number of ranks.
+    rank's heap, where the others find it; checked calls compare that place, too. Raises ValueError if the arena is for
+    another number of ranks.
     """
 
     def __init__(self, arena: Arena, comm: Comm | None = None, timeout: float = 60.0):
@@ -69,10 +71,14 @@ class SharedComm(Comm):
         return self.comm.exchange(sends, recvs).wait
 
     def _all_reduce(self, x, op):
-        plain, shared = _plain(x), self._everywhere(x)
-        if shared is not None:
-            self._reduce_in_place([_reals(each) for each in shared], op)
+        place = self._place(x)
+        if self.checks:  # ranks that took different ways would wait for each other, or sum what lies elsewhere
+            must_agree(self, "where the tensor lives", {"place in the heap": place})
+        if place is not None:
+            size = x.numel() * x.element_size()
+            self._reduce_in_place([_reals(heap[place : place + size].view(x.dtype)) for heap in self._heaps], op)
             return
+        plain = _plain(x)
         flat = _reals(plain)
         for start, end, slots in self._segments(flat):
             slots[self.rank].copy_(flat[start:end])
@@ -167,14 +173,11 @@ class SharedComm(Comm):
             index, width = next(self._turn), (end - start) * share
             yield start, end, [self.arena.window(r, index, flat.dtype)[:width] for r in range(self.world_size)]
 
-    def _everywhere(self, x) -> list[torch.Tensor] | None:
-        """Return all ranks' buffers in x's place, if x lives in this rank's heap."""
-        heap = self._heaps[self.rank]
-        start = x.data_ptr() - heap.data_ptr()
-        size = x.numel() * x.element_size()
-        if not x.is_contiguous() or not 0 <= start <= start + size <= self.arena.heap_bytes or size == 0:
-            return None
-        return [heap[start : start + size].view(x.dtype) for heap in self._heaps]
+    def _place(self, x) -> int | None:
+        """Return the byte at which x begins in this rank's heap; None if it lives elsewhere, or is not contiguous."""
+        start, size = x.data_ptr() - self._heaps[self.rank].data_ptr(), x.numel() * x.element_size()
+        inside = size > 0 and 0 <= start and start + size <= self.arena.heap_bytes
+        return start if inside and x.is_contiguous() else None
 
     def _barrier(self) -> None:
         self.arena.barrier(self.rank, self.timeout)

@@ -120,6 +120,17 @@ def disagree(rank: int, world_size: int, arena: Arena) -> str:
     return "accepted"
 
 
+def elsewhere(rank: int, world_size: int, arena: Arena) -> tuple[str, list]:
+    """Rank 1 brings a tensor of its own, the others one of the heap."""
+    ours = SharedComm(arena)
+    x = torch.ones(3) if rank == 1 else ours.empty(3, torch.float32).fill_(1)
+    try:
+        ours.all_reduce(x)
+    except ValueError as error:
+        return str(error), x.tolist()
+    return "accepted", x.tolist()
+
+
 def absent(rank: int, world_size: int, arena: Arena, never) -> None:
     """Rank 1 does not come to the collective."""
     ours = SharedComm(arena, timeout=0.5).unchecked()
@@ -183,6 +194,11 @@ class TestSharedComm(unittest.TestCase):
         for text in run_ranks(disagree, 3, Arena(3), timeout=60):
             self.assertIn('dtype: rank 0, 2 has "float32"; rank 1 has "float64"', text)
             self.assertIn("[1.0, 1.0, 1.0]", text)
+
+    def test_ranks_whose_tensors_live_in_different_places_are_refused(self):
+        for text, values in run_ranks(elsewhere, 3, Arena(3, heap_bytes=128), timeout=60):
+            self.assertIn("place in the heap: rank 0, 2 has 0; rank 1 has null", text)
+            self.assertEqual(values, [1.0, 1.0, 1.0])
 
     def test_a_rank_that_does_not_come_is_named(self):
         with self.assertRaises(RankError) as caught:
