@@ -25,8 +25,8 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
     with collective_call(mesh, "all_reduce", tensor, op=op, check=check):
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(result.view(-1).tensor_split(mesh.world_size))  # views: writing a chunk writes the result
-        _ring_reduce(mesh, chunks, op)
-        _ring_gather(mesh, chunks)
+        ring_reduce(mesh, chunks, op)
+        ring_gather(mesh, chunks)
     return result
 
 
@@ -36,7 +36,7 @@ def reduce_scatter(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
     with collective_call(mesh, "reduce_scatter", tensor, op=op, check=check):
         work = tensor.detach().clone(memory_format=torch.contiguous_format)
         chunks = list(work.tensor_split(mesh.world_size))
-        _ring_reduce(mesh, chunks, op)
+        ring_reduce(mesh, chunks, op)
     return chunks[mesh.rank].clone()
 
 
@@ -50,7 +50,7 @@ def allgather(mesh: Mesh, tensor: torch.Tensor, check: bool = True) -> torch.Ten
         result = tensor.new_empty((mesh.world_size * shape[0], *shape[1:]))
         chunks = list(result.tensor_split(mesh.world_size))
         chunks[mesh.rank].copy_(tensor.detach().reshape(shape))
-        _ring_gather(mesh, chunks)
+        ring_gather(mesh, chunks)
     return result
 
 
@@ -74,27 +74,33 @@ def broadcast(mesh: Mesh, tensor: torch.Tensor, src: int = 0, check: bool = True
     return result
 
 
-def _ring_reduce(mesh: Mesh, chunks: list[torch.Tensor], op: str) -> None:
+def ring_reduce(mesh: Mesh, chunks: list[torch.Tensor], op: str, ring: list[int] | None = None) -> None:
     """N-1 rounds to the left, after which chunk r is complete on rank r: ((x[r-1] + x[r-2]) + ...) + x[r].
 
-    The other chunks are left with partial sums. This is the order in which gloo sums, too.
+    The other chunks are left with partial sums. This is the order in which gloo sums, too. `ring` lists the N ranks
+    that take part, in order (default: all); chunk i then ends on rank ring[i].
     """
-    n, combine = mesh.world_size, REDUCTIONS[op]
-    left, right = (mesh.rank - 1) % n, (mesh.rank + 1) % n
+    (n, here, left, right), combine = _neighbours(mesh, ring), REDUCTIONS[op]
     for step in range(n - 1):
-        partial = mesh.sendrecv(left, chunks[(right + step) % n], right)
-        mine = chunks[(right + step + 1) % n]
+        partial = mesh.sendrecv(left, chunks[(here + 1 + step) % n], right)
+        mine = chunks[(here + 2 + step) % n]
         combine(partial, mine, out=mine)
     if op == "avg":
-        chunks[mesh.rank].div_(n)
+        chunks[here].div_(n)
 
 
-def _ring_gather(mesh: Mesh, chunks: list[torch.Tensor]) -> None:
+def ring_gather(mesh: Mesh, chunks: list[torch.Tensor], ring: list[int] | None = None) -> None:
     """N-1 rounds to the left, after which every rank holds chunk r as rank r had it."""
-    n = mesh.world_size
-    left, right = (mesh.rank - 1) % n, (mesh.rank + 1) % n
+    n, here, left, right = _neighbours(mesh, ring)
     for step in range(n - 1):
-        chunks[(right + step) % n].copy_(mesh.sendrecv(left, chunks[(mesh.rank + step) % n], right))
+        chunks[(here + 1 + step) % n].copy_(mesh.sendrecv(left, chunks[(here + step) % n], right))
+
+
+def _neighbours(mesh: Mesh, ring: list[int] | None) -> tuple[int, int, int, int]:
+    """Return the ring's length, this rank's place in it, and the ranks to the left and to the right."""
+    ring = ring or list(range(mesh.world_size))
+    here = ring.index(mesh.rank)
+    return len(ring), here, ring[here - 1], ring[(here + 1) % len(ring)]
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
@@ -126,23 +132,26 @@ def check_call(what: str, world_size: int, tensor: torch.Tensor, op: str | None 
         check_reduction(op, tensor.dtype)
 
 
-def check_chunks(tensor: torch.Tensor, n: int) -> None:
+def check_chunks(tensor: torch.Tensor, n: int, what: str = "reduce_scatter") -> None:
     """Raise ValueError unless dimension 0 can be cut into n equal chunks."""
     if isinstance(tensor, torch.Tensor) and (tensor.dim() == 0 or tensor.shape[0] % n):
         shape = tuple(tensor.shape)
-        raise ValueError(f"reduce_scatter cuts dimension 0 into {n} equal chunks, which shape {shape} does not allow")
+        raise ValueError(f"{what} cuts dimension 0 into {n} equal chunks, which shape {shape} does not allow")
 
 
 @contextmanager
 def collective_call(
-    mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True
+    mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True, **settings
 ):
-    """Look for local faults; then, as one recorded communication, compare all ranks' calls and do the block."""
+    """Look for local faults; then, as one recorded communication, compare all ranks' calls and do the block.
+
+    `settings` are what else all ranks must have chosen alike.
+    """
     check_call(what, mesh.world_size, tensor, op, src)
     with flight.inside(what):
         if check:
             facts = {"operation": what, "shape": list(tensor.shape), "dtype": wire.dtype_name(tensor.dtype)}
-            must_agree(mesh, "a collective", facts | {"reduction": op, "source": src})
+            must_agree(mesh, "a collective", facts | {"reduction": op, "source": src} | settings)
         yield
 
 

@@ -8,9 +8,9 @@ import copy
 import json
 import queue
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 import torch
@@ -29,7 +29,7 @@ class MeshTimeout(TimeoutError):
 
 @dataclass
 class Counters:
-    """What one rank has sent and received. `rounds` is explained in `Mesh`."""
+    """What one rank has sent and received. `rounds` is explained in `Mesh`; `bytes_to` has each link's bytes apart."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -37,6 +37,7 @@ class Counters:
     rounds: int = 0
     control_messages: int = 0
     control_bytes: int = 0
+    bytes_to: Counter = field(default_factory=Counter)  # rank of the whole mesh -> payload bytes sent to it
 
 
 @dataclass
@@ -77,7 +78,9 @@ class Mesh:
         port.sent = max(port.sent, port.known) + 1
         self.counters.rounds = max(self.counters.rounds, port.sent)
         self.counters.messages_sent += 1
-        self.counters.bytes_sent += tensor.numel() * tensor.element_size()
+        size = tensor.numel() * tensor.element_size()
+        self.counters.bytes_sent += size
+        self.counters.bytes_to[self.members[dst]] += size
         if self.observer is not None:
             self.observer(port.sent, self.members[self.rank], self.members[dst], tensor)
         self._post(self.members[dst], (self.context, tag), port.sent, tensor.detach(), lone)
