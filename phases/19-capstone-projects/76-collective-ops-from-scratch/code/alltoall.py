@@ -1,4 +1,4 @@
-"""All-to-all: every rank has something else for every rank. Experts of a mixture, and transposed matrices, travel so."""
+"""All-to-all: every rank has something else for every rank: tokens for experts, blocks of a matrix to transpose."""
 
 import torch
 from collectives import check_chunks, collective_call

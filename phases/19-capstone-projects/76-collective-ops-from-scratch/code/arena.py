@@ -34,7 +34,7 @@ class Arena:
 
     windows = 3  # while a slow rank still reads the last one, nobody may write into it: two would not do
 
-    def __init__(self, world_size: int, heap_bytes: int = 0, window_bytes: int = 1 << 20):
+    def __init__(self, world_size: int, heap_bytes: int = 0, window_bytes: int = 1 << 21):
         check_world_size(world_size)
         for name, size, least in (("heap_bytes", heap_bytes, 0), ("window_bytes", window_bytes, 4096)):
             if isinstance(size, bool) or not isinstance(size, int) or size < least or size % ALIGNMENT:

@@ -1,7 +1,7 @@
 """A broadcast for large tensors: a chain of ranks through which chunks flow, all links busy at once.
 
-Along a tree every rank waits for the whole tensor before it passes it on, and the root sends it log2 N times. Cut into C
-chunks and passed from neighbour to neighbour, the first chunk needs N-1 rounds to the end of the chain and one more
+Along a tree every rank waits for the whole tensor before it passes it on, and the root sends it log2 N times. Cut into
+C chunks and passed from neighbour to neighbour, the first chunk needs N-1 rounds to the end of the chain, and one more
 arrives in each round after that: C + N - 2 rounds of T/C bytes. Every rank but the last sends T bytes, to one other.
 """
 

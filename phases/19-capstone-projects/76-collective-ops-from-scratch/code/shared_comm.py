@@ -13,6 +13,7 @@ from arena import ALIGNMENT, Arena
 from comm import Comm, TorchComm, _fill, _plain
 from mesh import must_agree
 
+BLOCK = 1 << 15  # elements that are summed at a time
 GLOO_SEGMENT = 1 << 20  # bytes: gloo's largest segment
 
 
@@ -79,19 +80,39 @@ class SharedComm(Comm):
             self._reduce_in_place([_reals(heap[place : place + size].view(x.dtype)) for heap in self._heaps], op)
             return
         plain = _plain(x)
-        flat = _reals(plain)
-        for start, end, slots in self._segments(flat):
-            slots[self.rank].copy_(flat[start:end])
-            self._barrier()
-            lo, hi = _part(end - start, self.rank, self.world_size)
-            for a, b, order in self._orders(flat, start + lo, start + hi):
-                piece = slice(a - start, b - start)
-                self._combine([slot[piece] for slot in slots], order, op, slots[self.rank][piece])
-            self._barrier()
-            for rank, slot in enumerate(slots):
-                lo, hi = _part(end - start, rank, self.world_size)
-                flat[start + lo : start + hi].copy_(slot[lo:hi])
+        self._reduce_through_windows(_reals(plain), op)
         _fill(x, plain)
+
+    def _reduce_through_windows(self, flat, op: str) -> None:
+        """Three steps a segment: copy the other ranks' parts in; sum one's own part; copy all parts out.
+
+        While the sum of a segment is made, the next one is copied in and the last one out: one barrier a segment.
+        """
+        segments = list(self._segments(flat))
+        for stage in range(len(segments) + 2 if segments else 0):
+            if stage < len(segments):
+                self._put(flat, *segments[stage])
+            if 0 < stage <= len(segments):
+                self._sum(flat, op, *segments[stage - 1])
+            if stage > 1:
+                start, end, slots = segments[stage - 2]
+                for rank, slot in enumerate(slots):
+                    lo, hi = _part(end - start, rank, self.world_size)
+                    flat[start + lo : start + hi].copy_(slot[lo:hi])
+            if stage <= len(segments):
+                self._barrier()
+
+    def _put(self, flat, start: int, end: int, slots: list) -> None:
+        lo, hi = _part(end - start, self.rank, self.world_size)
+        slots[self.rank][:lo].copy_(flat[start : start + lo])
+        slots[self.rank][hi:].copy_(flat[start + hi : end])
+
+    def _sum(self, flat, op: str, start: int, end: int, slots: list) -> None:
+        lo, hi = _part(end - start, self.rank, self.world_size)
+        for a, b, order in self._orders(flat, start + lo, start + hi):
+            piece = slice(a - start, b - start)
+            parts = [flat[a:b] if rank == self.rank else slot[piece] for rank, slot in enumerate(slots)]
+            self._combine(parts, order, op, slots[self.rank][piece])
 
     def _reduce_in_place(self, shared: list[torch.Tensor], op: str) -> None:
         mine = shared[self.rank]
@@ -115,17 +136,21 @@ class SharedComm(Comm):
                 yield a, b, [(chunk - 1 - i) % n for i in range(n)]
 
     def _combine(self, parts, order, op: str, out) -> None:
-        """Write the sum (avg, max) of all ranks' parts to `out`, which may be this rank's part, in the given order."""
-        combine = collectives.REDUCTIONS[op]
+        """Write the sum (avg, max) of all ranks' parts, in the given order, to `out`, which may be one of them."""
         if self.world_size == 1:
             out.copy_(parts[0])
             return
-        total = combine(parts[order[0]], parts[order[1]], out=None if self.world_size > 2 else out)
-        for rank in order[2:]:
-            last = rank == order[-1]
-            total = combine(total, parts[rank], out=out if last else total)
-        if op == "avg":
-            out.div_(self.world_size)
+        combine = collectives.REDUCTIONS[op]
+        first, *others, last = (parts[rank] for rank in order)
+        partial = torch.empty(min(BLOCK, len(out)), dtype=out.dtype)
+        for start in range(0, len(out), BLOCK):  # partial sums stay in the cache, and `out` is written last
+            block = slice(start, start + BLOCK)
+            total = first[block]
+            for other in others:
+                total = combine(total, other[block], out=partial[: len(total)])
+            combine(total, last[block], out=out[block])
+            if op == "avg":
+                out[block].div_(self.world_size)
 
     def _reduce_scatter(self, out, x, op):
         flat, plain = _reals(_plain(x)), _plain(out)
@@ -134,13 +159,15 @@ class SharedComm(Comm):
         for start, end, slots in self._segments(target, share=self.world_size):
             width = end - start
             for rank in range(self.world_size):
-                slots[self.rank][rank * width : (rank + 1) * width].copy_(flat[rank * size + start : rank * size + end])
+                if rank != self.rank:
+                    theirs = flat[rank * size + start : rank * size + end]
+                    slots[self.rank][rank * width : (rank + 1) * width].copy_(theirs)
             self._barrier()
             first = self.rank * size + start  # of the whole tensor; in the windows it is rank * width
             for a, b, order in self._orders(flat, first, first + width):
                 place = slice(a - first + self.rank * width, b - first + self.rank * width)
-                mine = target[a - self.rank * size : b - self.rank * size]
-                self._combine([slot[place] for slot in slots], order, op, mine)
+                parts = [flat[a:b] if rank == self.rank else slot[place] for rank, slot in enumerate(slots)]
+                self._combine(parts, order, op, target[a - self.rank * size : b - self.rank * size])
         _fill(out, plain)
 
     def _all_gather(self, out, x):
@@ -149,7 +176,8 @@ class SharedComm(Comm):
             slots[self.rank].copy_(flat[start:end])
             self._barrier()
             for rank, slot in enumerate(slots):
-                target[rank * flat.numel() + start : rank * flat.numel() + end].copy_(slot)
+                part = flat[start:end] if rank == self.rank else slot
+                target[rank * flat.numel() + start : rank * flat.numel() + end].copy_(part)
         _fill(out, target)
 
     def _broadcast(self, x, src):
