@@ -188,9 +188,17 @@ def main() -> int:
     """Run the demonstration; return its exit code."""
     parser = demo.parser(__doc__)
     parser.add_argument("--trace", action="store_true", help="print a ring all-reduce of 4 ranks round by round")
+    drills = ("kill", "stall", "raise", "mismatch", "mismatch-shape", "deadlock")
+    parser.add_argument("--drill", choices=drills, help="let a run fail in this way, and explain the report")
     args = demo.parse(parser, lesson=76)
     if under_torchrun() or args.backend != "gloo":
         parser.error("this lesson starts ranks of its own and compares with gloo; torchrun and nccl come in lesson 77")
+    if args.drill:
+        from drills import drill  # 76: failures on purpose
+
+        if args.world_size < 2:
+            parser.error(f"--drill needs at least 2 ranks, got --world-size {args.world_size}")
+        return drill(args.drill, args.world_size)
     claims = demo.Claims()
     if args.trace:
         trace(claims)
