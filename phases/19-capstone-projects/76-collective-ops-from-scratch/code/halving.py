@@ -1,9 +1,10 @@
 """Recursive halving and doubling: an all-reduce with the tree's few rounds and the ring's few bytes.
 
 Partners at distance 1, 2, 4 ... exchange half of what they still work on, then a quarter, then an eighth; then the same
-way back. With P = the largest power of two up to N: 2 log2 P rounds, 2T(P-1)/P bytes a rank, T/2 on the busiest link
-each way. Why is the ring used at all? Its links are few and short: here every rank talks to log2 P others, the farther
-away the later. And N must be a power of two, or the ranks beyond P cost 2 more rounds and T more bytes.
+way back. With P = the largest power of two up to N: 2 log2 P rounds, 2T(P-1)/P bytes a rank, T on the busiest link: one
+half on the way in, the other on the way back. Why is the ring used at all? Its links are few and short: here every rank
+talks to log2 P others, the farther away the later. And if N is no power of two, the ranks beyond P cost 2 more rounds:
+they send all T bytes first, and wait for all of them last.
 Source: Rabenseifner, 2004; Thakur, Rabenseifner and Gropp, 2005.
 """
 

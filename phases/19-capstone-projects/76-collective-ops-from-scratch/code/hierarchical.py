@@ -2,8 +2,8 @@
 
 Reduce-scatter inside each node, all-reduce each slice across the nodes, all-gather inside. Of K nodes of L ranks each
 rank sends 2T(L-1)/L bytes inside its node and 2T(K-1)/(KL) out of it, in 2(L-1) fast and 2(K-1) slow rounds. One ring
-around all ranks sends the same number of bytes out of a node, all of them by one rank, and has 2(N-1) rounds, each as
-slow as its slowest link.
+around all N ranks sends about as many bytes out of a node, 2T(N-1)/N instead of 2T(K-1)/K, but all of them by one rank;
+and it has 2(N-1) rounds, each as slow as its slowest link.
 """
 
 import torch
