@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import flight
 import torch
 import wire
-from mesh import Mesh, check_rank, must_agree
+from mesh import Mesh, check_rank, check_tensor, must_agree
 
 REDUCTIONS = {"sum": torch.add, "avg": torch.add, "max": torch.maximum}
+MOVES = object()  # in the place of a reduction: nothing is combined
 
 
 def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:
@@ -105,7 +106,7 @@ def _neighbours(mesh: Mesh, ring: list[int] | None) -> tuple[int, int, int, int]
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless `op` can combine elements of `dtype`."""
-    if op not in REDUCTIONS:
+    if not isinstance(op, str) or op not in REDUCTIONS:
         raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"avg needs floating-point elements, got {wire.dtype_name(dtype)}")
@@ -123,12 +124,13 @@ def _combines(op: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def check_call(what: str, world_size: int, tensor: torch.Tensor, op: str | None = None, src: int = 0) -> None:
+def check_call(
+    what: str, world_size: int, tensor: torch.Tensor, op: str = MOVES, src: int = 0, device: torch.device | None = None
+) -> None:
     """Raise ValueError for what one rank can see is wrong with a collective, without any communication."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{what} needs a tensor, got {type(tensor).__name__}")
+    check_tensor(what, tensor, device)
     check_rank(f"{what} source", src, world_size)
-    if op is not None:
+    if op is not MOVES:
         check_reduction(op, tensor.dtype)
 
 
@@ -141,17 +143,18 @@ def check_chunks(tensor: torch.Tensor, n: int, what: str = "reduce_scatter") -> 
 
 @contextmanager
 def collective_call(
-    mesh: Mesh, what: str, tensor: torch.Tensor, op: str | None = None, src: int = 0, check: bool = True, **settings
+    mesh: Mesh, what: str, tensor: torch.Tensor, op: str = MOVES, src: int = 0, check: bool = True, **settings
 ):
     """Look for local faults; then, as one recorded communication, compare all ranks' calls and do the block.
 
     `settings` are what else all ranks must have chosen alike.
     """
-    check_call(what, mesh.world_size, tensor, op, src)
+    check_call(what, mesh.world_size, tensor, op, src, mesh.device)
     with flight.inside(what):
         if check:
             facts = {"operation": what, "shape": list(tensor.shape), "dtype": wire.dtype_name(tensor.dtype)}
-            must_agree(mesh, "a collective", facts | {"reduction": op, "source": src} | settings)
+            reduction = None if op is MOVES else op
+            must_agree(mesh, "a collective", facts | {"reduction": reduction, "source": src} | settings)
         yield
 
 

@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import collectives
@@ -15,7 +16,7 @@ import flight
 import torch
 import torch.distributed as dist
 import wire
-from mesh import Mesh, check_peer, must_agree
+from mesh import Mesh, check_peer, check_whole, encode_facts, must_agree
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,13 +41,13 @@ class CommCounters:
 class Work:
     """Something launched. `wait()` returns when its results may be used; calling it again does nothing."""
 
-    def __init__(self, name: str, wait=None):
-        self._name, self._wait = name, wait
+    def __init__(self, name: str, wait=None, noting=nullcontext):
+        self._name, self._wait, self._noting = name, wait, noting
 
     def wait(self) -> None:
         """Block until done (on a GPU: make the current stream wait)."""
         if self._wait is not None:
-            with flight.waiting(self._name):
+            with flight.waiting(self._name), self._noting():
                 self._wait()
             self._wait = None
 
@@ -64,6 +65,7 @@ class Comm:
 
     def __init__(self):
         self.counters, self.checks = CommCounters(), True
+        self._failures: list[Exception] = []  # shared with `unchecked` copies
 
     def unchecked(self) -> "Comm":
         """Return this communicator without the comparison before each call; counters are shared."""
@@ -97,23 +99,27 @@ class Comm:
         A received message must have its tensor's shape and dtype. NCCL ignores tags: there the order of posting between
         two ranks is the tag.
         """
-        for tensor, peer, tag in [*sends, *recvs]:
+        for message in [*sends, *recvs]:
+            if not isinstance(message, tuple | list) or len(message) != 3:
+                raise ValueError(f"exchange needs messages (tensor, peer, tag), got {message!r:.200}")
+            tensor, peer, tag = message
             self._check_tensor("exchange", tensor)
             check_peer(self.rank, peer, self.world_size, tag)
         for tensor, _, _ in recvs:
             self._check_writable("exchange", tensor)
         self.counters.count("exchange", *(tensor for tensor, _, _ in sends))
-        with flight.inside("exchange"):
-            return Work("exchange", self._exchange(sends, recvs))
+        with self._recorded("exchange"):
+            return Work("exchange", self._exchange(sends, recvs), self._noting_failures)
 
     def agree(self, facts) -> list:
         """Return the facts (a small JSON value) of every rank, in rank order, on every rank. Also a barrier."""
         self.counters.control_calls += 1
-        with flight.inside("agree"):
+        with self._recorded("agree"):
             return self._agree(facts)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-d buffer on this group's device."""
+        check_buffer(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def split(self, color: int, key: int = 0) -> "Comm":
@@ -122,17 +128,34 @@ class Comm:
 
     def _run(self, name, x, payload, launch, async_op, op=None, src=0) -> Work:
         """Compare with the other ranks, then launch: one recorded communication."""
-        with flight.inside(name):
+        with self._recorded(name):
             if self.checks:
                 facts = {"operation": name, "shape": list(x.shape), "dtype": wire.dtype_name(x.dtype)}
                 must_agree(self, "a collective", facts | {"reduction": op, "source": src})
             self.counters.count(name, payload)
-            work = Work(name, launch())
+            work = Work(name, launch(), self._noting_failures)
             if not async_op:
                 work.wait()
         return work
 
-    def _check(self, name, x, out, grows=1, shrinks=1, op=None, src=0) -> None:
+    @contextmanager
+    def _recorded(self, name: str):
+        """Record a communication; refuse it if an earlier one failed: who knows which messages are still on the way."""
+        if self._failures:
+            why = self._failures[0]
+            raise ValueError(f"rank {self.rank}: this group cannot be used again after its failure: {why}") from why
+        with flight.inside(name), self._noting_failures():
+            yield
+
+    @contextmanager
+    def _noting_failures(self):
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._failures.append(error)
+            raise
+
+    def _check(self, name, x, out, grows=1, shrinks=1, op=collectives.MOVES, src=0) -> None:
         """Look for what is wrong with a call without any communication."""
         self._check_tensor(name, x, op, src)
         self._check_tensor(name, out)
@@ -142,10 +165,8 @@ class Comm:
         if x.numel() * grows != out.numel() * shrinks:
             raise ValueError(f"{name}: {self.world_size} ranks, {x.numel()} elements in, {out.numel()} out do not fit")
 
-    def _check_tensor(self, name, tensor, op=None, src=0) -> None:
-        collectives.check_call(name, self.world_size, tensor, op, src)
-        if tensor.device.type != self.device.type:
-            raise ValueError(f"{name}: tensor on {tensor.device}, but this group works on {self.device}")
+    def _check_tensor(self, name, tensor, op=collectives.MOVES, src=0) -> None:
+        collectives.check_call(name, self.world_size, tensor, op, src, self.device)
 
     def _check_writable(self, name, tensor) -> None:
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -224,7 +245,7 @@ class TorchComm(Comm):
         return finish
 
     def _agree(self, facts):
-        data = json.dumps(facts).encode()
+        data = encode_facts(facts)
         everyone = self._gather_bytes(len(data).to_bytes(4, "big") + data[:_AGREE_BYTES], 4 + _AGREE_BYTES)
         longest = max(int.from_bytes(item[:4], "big") for item in everyone)
         if longest > _AGREE_BYTES:
@@ -240,8 +261,10 @@ class TorchComm(Comm):
     def split(self, color: int, key: int = 0) -> "TorchComm":
         """Return the communicator of the ranks that gave the same color. All ranks call it.
 
-        Raises ValueError on all ranks if keys would change the order of ranks: a torch.distributed group keeps it.
+        Raises ValueError unless color and key are whole numbers; on all ranks if keys would change the order of ranks:
+        a torch.distributed group keeps it.
         """
+        check_whole(color=color, key=key)
         everyone = self.agree([color, key])
         for (a, one), (b, two) in itertools.combinations(everyone, 2):
             if a == b and one > two:
@@ -253,6 +276,14 @@ class TorchComm(Comm):
             members = [dist.get_global_rank(parent, r) for r, (c, _) in enumerate(everyone) if c == each]
             groups[each] = dist.new_group(members, timeout=timeout, backend=self._backends)
         return TorchComm(groups[color])
+
+
+def check_buffer(numel: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a buffer of `numel` elements of `dtype` can be made."""
+    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
+        raise ValueError(f"numel must be a whole number of at least 0, got {numel!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -282,7 +313,7 @@ class MeshComm(Comm):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh = mesh
-        self.rank, self.world_size, self.device = mesh.rank, mesh.world_size, torch.device("cpu")
+        self.rank, self.world_size, self.device = mesh.rank, mesh.world_size, mesh.device
 
     def _all_reduce(self, x, op):
         x.detach().copy_(collectives.ring_allreduce(self.mesh, x, op, check=False))

@@ -15,8 +15,10 @@ from multiprocessing import get_context
 
 import torch
 import wire
+from ranks import check_seconds, check_world_size
 
 CONTROL = -1  # the tag of messages that carry facts, not payload
+MAX_TAG = (1 << 31) - 1  # torch.distributed takes no larger one
 
 
 class MeshTimeout(TimeoutError):
@@ -48,7 +50,7 @@ class _Port:
     received: int = 0  # of the last one received,
     known: int = 0  # and the latest round of all that were received
     contexts: int = 0  # how many sub-meshes there are
-    broken: str | None = None  # why this port cannot be used any more
+    broken: Exception | None = None  # why this port cannot be used any more
 
 
 class Mesh:
@@ -62,7 +64,12 @@ class Mesh:
     so far has arrived. So `counters.rounds` is the longest chain of messages that had to wait for each other.
     """
 
+    device = torch.device("cpu")  # where its tensors live
+
     def __init__(self, rank: int, world_size: int, timeout: float = 60.0):
+        check_world_size(world_size)
+        check_rank("rank", rank, world_size)
+        check_seconds("timeout", timeout)
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.members, self.context = list(range(world_size)), 0  # a sub-mesh has fewer members and its own context
         self.counters, self._port = Counters(), _Port()
@@ -72,8 +79,7 @@ class Mesh:
         """Send a tensor of any shape, stride and dtype to rank `dst`. Not `lone`: a receive is posted with it."""
         self._check_usable()
         check_peer(self.rank, dst, self.world_size, tag)
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"rank {self.rank} can send tensors, not {type(tensor).__name__}")
+        check_tensor("send", tensor, self.device)
         port = self._port
         port.sent = max(port.sent, port.known) + 1
         self.counters.rounds = max(self.counters.rounds, port.sent)
@@ -105,7 +111,7 @@ class Mesh:
     def agree(self, facts) -> list:
         """Return the facts (a small JSON value) of all ranks, in rank order. Counted as control, not as payload."""
         self._check_usable()
-        data = json.dumps(facts).encode()
+        data = encode_facts(facts)
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [json.loads(data)] * self.world_size  # what the others see: a tuple arrives as a list
         for step in range(1, self.world_size):
@@ -120,7 +126,11 @@ class Mesh:
         return everyone
 
     def split(self, color: int, key: int = 0) -> "Mesh":
-        """Return the mesh of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
+        """Return the mesh of the ranks that gave the same color, ordered by (key, rank). All ranks call it.
+
+        Raises ValueError unless color and key are whole numbers.
+        """
+        check_whole(color=color, key=key)
         everyone = self.agree([color, key, self._port.contexts])
         chosen = sorted((its_key, rank) for rank, (its_color, its_key, _) in enumerate(everyone) if its_color == color)
         sub = copy.copy(self)  # the same port and counters, other members; the context keeps messages apart
@@ -139,13 +149,15 @@ class Mesh:
 
     def _check_usable(self) -> None:
         if self._port.broken:
-            raise ValueError(f"rank {self.rank}: this mesh cannot be used again after its failure: {self._port.broken}")
+            why = self._port.broken  # as the cause, too: so that the launcher sees a victim
+            raise ValueError(f"rank {self.rank}: this mesh cannot be used again after its failure: {why}") from why
 
-    def _lost(self, src: int, tag: tuple[int, int], why: str) -> MeshTimeout:
+    def _lost(self, peer: int, tag: tuple[int, int], why: str, sending: bool = False) -> MeshTimeout:
         """Mark the mesh as broken and return the error to raise."""
         what = "facts" if tag[1] == CONTROL else f"a message (tag {tag[1]})"
-        self._port.broken = f"rank {self.members[self.rank]} waited for {what} from rank {src}: {why}"
-        return MeshTimeout(self._port.broken, src)
+        wait = f"rank {peer} to take {what}" if sending else f"{what} from rank {peer}"
+        self._port.broken = MeshTimeout(f"rank {self.members[self.rank]} waited for {wait}: {why}", peer)
+        return self._port.broken
 
 
 class QueueMesh(Mesh):
@@ -153,6 +165,8 @@ class QueueMesh(Mesh):
 
     def __init__(self, rank: int, world_size: int, boxes: list, timeout: float = 60.0):
         super().__init__(rank, world_size, timeout)
+        if len(boxes) != world_size:
+            raise ValueError(f"{world_size} ranks need as many inboxes, got {len(boxes)}")
         self._boxes, self._stash = boxes, defaultdict(deque)
 
     @staticmethod
@@ -189,8 +203,36 @@ def check_peer(rank: int, peer: int, world_size: int, tag: int) -> None:
     check_rank("peer", peer, world_size)
     if peer == rank:
         raise ValueError(f"rank {rank} cannot exchange messages with itself")
-    if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-        raise ValueError(f"a tag is a whole number of at least 0, got {tag!r}")
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"a tag is a whole number from 0 to {MAX_TAG}, got {tag!r}")
+
+
+def check_whole(**values: int) -> None:
+    """Raise ValueError unless all are whole numbers."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def check_tensor(what: str, tensor: torch.Tensor, device: torch.device | None = None) -> None:
+    """Raise ValueError unless `tensor` is one whose elements lie in memory, on a device of this type if it is given."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what} needs a tensor, got {type(tensor).__name__}")
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+    if kind is not torch.strided:
+        raise ValueError(f"{what} needs a dense tensor, got one that is {str(kind).removeprefix('torch.')}")
+    if device is not None and tensor.device.type != device.type:
+        raise ValueError(f"{what}: tensor on {tensor.device}, but this group works on {device}")
+    if tensor.is_meta:
+        raise ValueError(f"{what}: a tensor on meta has no elements to move")
+
+
+def encode_facts(facts) -> bytes:
+    """Return a JSON value as bytes. Raises ValueError for anything else."""
+    try:
+        return json.dumps(facts).encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts must be a JSON value, got {facts!r:.200}: {error}") from error
 
 
 def must_agree(channel, what: str, facts: dict) -> None:

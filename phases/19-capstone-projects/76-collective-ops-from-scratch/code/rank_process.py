@@ -119,17 +119,22 @@ def _report(error: BaseException) -> dict:
         "reason": f"raised {reason}",
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next)),
         "victim": any(_lost_a_peer(each) for each in chain),
-        "waited_for": next((each.waited_for for each in chain if hasattr(each, "waited_for")), None),
+        "waited_for": next((each.waited_for for each in chain if _says_for_whom(each)), None),
         "when": time.time(),
     }
 
 
+def _says_for_whom(error: BaseException) -> bool:
+    return isinstance(getattr(error, "waited_for", None), int)  # a mesh's
+
+
 def _lost_a_peer(error: BaseException) -> bool:
-    if hasattr(error, "waited_for"):  # a mesh's
+    if _says_for_whom(error):
         return True
     if isinstance(error, dist.DistStoreError | dist.DistNetworkError):  # rendezvous
         return True
-    if "gloo/transport" in str(error) or "ncclRemoteError" in str(error):  # gloo raises plain RuntimeErrors
+    words = "".join(traceback.format_exception_only(type(error), error))  # also where str(error) raises
+    if any(sign in words for sign in ("gloo/transport", "pair closure", "ncclRemoteError")):  # gloo: RuntimeErrors
         return True
     return isinstance(error, ConnectionError | TimeoutError | EOFError) and flight.position().inside
 

@@ -82,8 +82,8 @@ def _check(worker, world_size, backend, timeout, collective_timeout) -> None:
     if backend not in ("gloo", "nccl", None):
         raise ValueError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
     if timeout is not None:
-        _check_seconds("timeout", timeout)
-    _check_seconds("collective_timeout", collective_timeout)
+        check_seconds("timeout", timeout)
+    check_seconds("collective_timeout", collective_timeout)
     if backend is not None:
         rank_process.gloo_interface()  # the one that is asked for must exist
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
@@ -91,7 +91,8 @@ def _check(worker, world_size, backend, timeout, collective_timeout) -> None:
         raise ValueError(f"backend 'nccl' needs a GPU for each rank: {world_size} ranks, {gpus} GPUs")
 
 
-def _check_seconds(name: str, seconds: float) -> None:
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise ValueError unless `seconds` is a number above 0, and finite."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
 

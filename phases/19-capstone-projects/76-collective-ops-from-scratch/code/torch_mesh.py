@@ -37,8 +37,11 @@ class TorchMesh(Mesh):
         inline = len(payload) <= _INLINE
         if inline:
             first[_HEADER : _HEADER + len(payload)] = payload
-        for part in (first,) if inline else (first, payload):
-            _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
+        try:
+            for part in (first,) if inline else (first, payload):
+                _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
+        except RuntimeError as error:
+            raise self._lost(dst, tag, str(error), sending=True) from error
         while len(_in_flight) > _BUFFERED * self.world_size:  # gloo never says that a send is complete, unless asked to
             _in_flight.popleft()[0].wait()  # wait; until then its memory must stay
 

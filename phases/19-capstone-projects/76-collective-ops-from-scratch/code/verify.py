@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import wire
-from collectives import PRIMITIVES, check_call, check_chunks
+from collectives import MOVES, PRIMITIVES, check_call, check_chunks
 from comm import WIDER
 from mesh import QueueMesh
 from ranks import check_world_size, run_ranks, start_method
@@ -37,7 +37,7 @@ class Case:
             found = len(self.tensors) if isinstance(self.tensors, list | tuple) else type(self.tensors).__name__
             raise ValueError(f"a list of {world_size} tensors is needed, one a rank, got {found}")
         for tensor in self.tensors:
-            check_call(self.op, world_size, tensor, "sum" if self.op in ADDS else None, self.src)
+            check_call(self.op, world_size, tensor, "sum" if self.op in ADDS else MOVES, self.src)
             if self.op == "reduce_scatter":
                 check_chunks(tensor, world_size)
         kinds = [f"{wire.dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for tensor in self.tensors]

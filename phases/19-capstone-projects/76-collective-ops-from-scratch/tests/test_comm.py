@@ -309,7 +309,7 @@ class TestEveryTransport(unittest.TestCase):
         self.assertIn("all_gather: 3 ranks, 4 elements in, 13 out do not fit", words)
         self.assertIn("broadcast source must be a rank from 0 to 2, got -1", words)
         self.assertIn("rank 1 cannot exchange messages with itself", words)
-        self.assertIn("a tag is a whole number of at least 0, got -1", words)
+        self.assertIn("a tag is a whole number from 0 to 2147483647, got -1", words)
 
 
 class TestValues(unittest.TestCase):
