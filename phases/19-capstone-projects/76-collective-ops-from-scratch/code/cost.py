@@ -53,8 +53,8 @@ class Cost:
     """What one collective costs.
 
     `rounds`: the longest chain of messages that wait for each other. `sent`: bytes that the busiest rank sends. `link`:
-    bytes on the busiest link, from one rank to one other. `path`: bytes one after the other, the largest message of
-    each round. A tree's root sends L T bytes, but its last leaf waits for 2 L T.
+    bytes on the busiest link, from one rank to one other. `path`: bytes one after the other, the largest message that
+    arrives in each round. A tree's root sends L T bytes, but its last leaf waits for 2 L T.
     """
 
     rounds: int
@@ -92,7 +92,10 @@ def halving(world_size: int, nbytes: int) -> Cost:
 
 
 def hierarchical(world_size: int, nbytes: int, node_size: int) -> Cost:
-    """All-reduce on two levels: inside and between. `path` is exact for full nodes, else a little too small."""
+    """All-reduce on two levels: inside and between.
+
+    `path` is exact for full nodes. With a smaller last node rounds of both kinds overlap: up to twice as much.
+    """
     inside, between = hierarchical_parts(world_size, nbytes, node_size)
     sent, members = inside.sent + between.sent, world_size % node_size
     if members:  # a rank of the smaller node sends fewer bytes inside, but goes around the ring of each slice it owns

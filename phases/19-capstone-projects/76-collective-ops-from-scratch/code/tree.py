@@ -1,14 +1,11 @@
-"""All-reduce along a tree: fewer rounds than the ring, more bytes. And the choice between the two by size.
+"""Reduce to one rank along a tree, and all-reduce along it: fewer rounds than the ring, more bytes.
 
-With a latency of alpha seconds a message and beta seconds a byte, L = ceil(log2 N):
-ring 2(N-1) alpha + 2(N-1)/N T beta, tree 2L (alpha + T beta). Small messages cost latency, so they take the tree.
+With L = ceil(log2 N): 2L rounds of T bytes, where the ring has 2(N-1) of T/N. `choose.py` says which is faster when.
 """
 
 import torch
-from collectives import REDUCTIONS, broadcast, collective_call, ring_allreduce
+from collectives import REDUCTIONS, broadcast, collective_call
 from mesh import Mesh
-
-ALPHA, BETA = 1e-4, 1e-9  # 0.1 ms a message, 1 GB/s: about what queues between processes reach
 
 
 def reduce(mesh: Mesh, tensor: torch.Tensor, dst: int = 0, op: str = "sum", check: bool = True) -> torch.Tensor | None:
@@ -39,17 +36,3 @@ def tree_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
     with collective_call(mesh, "tree_all_reduce", tensor, op=op, check=check):
         total = reduce(mesh, tensor, 0, op, check=False)
         return broadcast(mesh, tensor if total is None else total, 0, check=False)
-
-
-def crossover_bytes(world_size: int, alpha: float = ALPHA, beta: float = BETA) -> float:
-    """Return the size of tensor, in bytes, from which on the ring is the faster one."""
-    n, depth = world_size, (world_size - 1).bit_length()
-    return alpha * (n - 1 - depth) / (beta * (depth - (n - 1) / n)) if n > 1 else 0.0
-
-
-def allreduce(
-    mesh: Mesh, tensor: torch.Tensor, op: str = "sum", alpha: float = ALPHA, beta: float = BETA
-) -> torch.Tensor:
-    """All-reduce along the tree if the tensor is small, around the ring if it is large. All ranks choose the same."""
-    small = tensor.numel() * tensor.element_size() < crossover_bytes(mesh.world_size, alpha, beta)
-    return (tree_allreduce if small else ring_allreduce)(mesh, tensor, op)

@@ -1,4 +1,4 @@
-"""The tree all-reduce: values, bytes and rounds for N = 1-16, and the switch to the ring by size."""
+"""The tree all-reduce: values, bytes and rounds for N = 1-16, and what is refused."""
 
 import sys
 import unittest
@@ -10,7 +10,7 @@ import torch
 import wire
 from collectives import ring_allreduce
 from ranks import RankError
-from tree import allreduce, crossover_bytes, reduce, tree_allreduce
+from tree import reduce, tree_allreduce
 from virtual import VirtualCluster
 
 
@@ -92,28 +92,6 @@ class TestTreeAllReduce(unittest.TestCase):
 
         words = 'ranks disagree on a collective: operation: rank 0 has "all_reduce"; rank 1 has "tree_all_reduce"'
         self.assertEqual(VirtualCluster(2).run(work), [(words, 0)] * 2)
-
-
-class TestSwitch(unittest.TestCase):
-    def rounds(self, n, numel, **options):
-        _, counters = run(n, lambda mesh: allreduce(mesh, torch.ones(numel), **options))
-        return max(count.rounds for count in counters)
-
-    def test_small_tensors_take_the_tree_and_large_ones_the_ring(self):
-        alpha, beta = 1.0, 0.01
-        at = crossover_bytes(8, alpha, beta) / 4  # elements of float32
-        self.assertEqual(self.rounds(8, int(at) - 1, alpha=alpha, beta=beta), 6)
-        self.assertEqual(self.rounds(8, int(at) + 1, alpha=alpha, beta=beta), 14)
-
-    def test_at_the_crossover_both_take_as_long(self):
-        alpha, beta = 3e-5, 2e-9
-        for n in range(4, 65):
-            size, depth = crossover_bytes(n, alpha, beta), (n - 1).bit_length()
-            ring = 2 * (n - 1) * alpha + 2 * (n - 1) / n * size * beta
-            self.assertAlmostEqual(ring / (2 * depth * (alpha + size * beta)), 1.0, places=9)
-
-    def test_up_to_three_ranks_the_ring_is_never_slower(self):
-        self.assertEqual([crossover_bytes(n) for n in (1, 2, 3)], [0.0, 0.0, 0.0])
 
 
 if __name__ == "__main__":
