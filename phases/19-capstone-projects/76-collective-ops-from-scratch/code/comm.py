@@ -20,6 +20,7 @@ from mesh import Mesh, check_peer, check_whole, encode_facts, must_agree
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_LABEL_BYTES = 128  # what a checked message says of itself: dtype and shape
 _AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
 WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}  # gloo adds bools as bytes, and int16 not at all
 
@@ -96,8 +97,9 @@ class Comm:
     def exchange(self, sends: list, recvs: list) -> Work:
         """Post sends and receives, lists of (tensor, peer, tag), together. Received tensors are filled after `wait()`.
 
-        A received message must have its tensor's shape and dtype. NCCL ignores tags: there the order of posting between
-        two ranks is the tag.
+        A received message must have its tensor's shape and dtype: else ValueError, where calls are checked (not on
+        NCCL), and nothing is filled. gloo itself ends a process whose message is longer than its tensor. NCCL ignores
+        tags: there the order of posting between two ranks is the tag.
         """
         for message in [*sends, *recvs]:
             if not isinstance(message, tuple | list) or len(message) != 3:
@@ -225,21 +227,30 @@ class TorchComm(Comm):
         return finish
 
     def _exchange(self, sends, recvs):
+        checked = self.checks and self.device.type == "cpu"
         filled = [_plain(tensor) for tensor, _, _ in recvs]
+        incoming = [_bytes(work) for work in filled]
+        outgoing = [_bytes(_plain(tensor)) for tensor, _, _ in sends]
+        if checked:
+            incoming = [torch.empty(_LABEL_BYTES + len(each), dtype=torch.uint8) for each in incoming]
+            outgoing = [torch.cat((_label(t), each)) for (t, _, _), each in zip(sends, outgoing, strict=True)]
         ops = [
-            dist.P2POp(dist.irecv, _bytes(work), group=self.group, group_peer=peer, tag=tag)
-            for work, (_, peer, tag) in zip(filled, recvs, strict=True)
-        ]
-        ops += [
-            dist.P2POp(dist.isend, _bytes(_plain(tensor)), group=self.group, group_peer=peer, tag=tag)
-            for tensor, peer, tag in sends
+            dist.P2POp(operation, memory, group=self.group, group_peer=peer, tag=tag)
+            for operation, part, messages in ((dist.irecv, incoming, recvs), (dist.isend, outgoing, sends))
+            for memory, (_, peer, tag) in zip(part, messages, strict=True)
         ]
         handles = dist.batch_isend_irecv(ops) if ops else []
 
         def finish():
             for handle in handles:
                 handle.wait()
-            for (tensor, _, _), work in zip(recvs, filled, strict=True):
+            for memory, (tensor, peer, tag) in zip(incoming, recvs, strict=True) if checked else ():
+                if not torch.equal(memory[:_LABEL_BYTES], _label(tensor)):
+                    got = bytes(memory[:_LABEL_BYTES].tolist()).decode(errors="replace").rstrip("\0")
+                    raise ValueError(_unexpected(self.rank, tensor, peer, tag, got))
+            for memory, work, (tensor, _, _) in zip(incoming, filled, recvs, strict=True):
+                if checked:
+                    _bytes(work).copy_(memory[_LABEL_BYTES:])
                 _fill(tensor, work)
 
         return finish
@@ -276,6 +287,19 @@ class TorchComm(Comm):
             members = [dist.get_global_rank(parent, r) for r, (c, _) in enumerate(everyone) if c == each]
             groups[each] = dist.new_group(members, timeout=timeout, backend=self._backends)
         return TorchComm(groups[color])
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _label(tensor: torch.Tensor) -> torch.Tensor:
+    text = _kind(tensor).encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _unexpected(rank: int, tensor: torch.Tensor, peer: int, tag: int, got: str) -> str:
+    return f"rank {rank} expected {_kind(tensor)} from rank {peer} (tag {tag}), got {got}"
 
 
 def check_buffer(numel: int, dtype: torch.dtype) -> None:
@@ -336,10 +360,7 @@ class MeshComm(Comm):
             for tensor, peer, tag in recvs:
                 got = self.mesh.recv(peer, tag)
                 if (got.shape, got.dtype) != (tensor.shape, tensor.dtype):
-                    raise ValueError(
-                        f"rank {self.rank} expected {tensor.dtype} {tuple(tensor.shape)} from rank {peer} (tag {tag}), "
-                        f"got {got.dtype} {tuple(got.shape)}"
-                    )
+                    raise ValueError(_unexpected(self.rank, tensor, peer, tag, _kind(got)))
                 tensor.detach().copy_(got)
 
         return finish

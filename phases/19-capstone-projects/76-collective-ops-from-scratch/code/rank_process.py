@@ -79,10 +79,10 @@ def main(rank: int, run: Run, call: Call, pipe) -> None:
     try:
         join_group(rank, run.world_size, run.backend, run.collective_timeout, run.folder / "store")
         worker, args = call.get()
-        _publish(run.result(rank), wire.dumps(worker(rank, run.world_size, *args)))
+        _publish(run.result(rank), _encoded(worker(rank, run.world_size, *args)))
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank without a result has failed
         _publish(run.error(rank), json.dumps(_report(error)).encode())
-        _exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        _exit(error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
     try:
         pipe.send_bytes(b"done")
         pipe.recv_bytes()  # until all have finished: a rank that leaves early would cut off its last messages
@@ -99,6 +99,14 @@ def _exit(code: int) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code)  # skips 0.3 s of clean-up; all that matters has been delivered
+
+
+def _encoded(result) -> bytes:
+    try:
+        return wire.dumps(result)
+    except Exception as error:
+        kind = type(result).__name__
+        raise ValueError(f"a result of type {kind} cannot be sent to the launcher: {error}") from error
 
 
 def _publish(path: Path, data: bytes) -> None:
@@ -221,7 +229,7 @@ def join(worker, world_size: int, args: tuple, backend: str | None, seconds: flo
     first = not dist.is_initialized()
     if first:  # once a process: the launcher's store cannot be used for a second rendezvous
         join_group(rank, world_size, backend or "gloo", seconds)
-    data = wire.dumps(worker(rank, world_size, *args))
+    data = _encoded(worker(rank, world_size, *args))
     everyone = [None] * world_size
     dist.all_gather_object(everyone, data)
     if first:

@@ -218,7 +218,8 @@ class _Launch:
         failure = min(self.failures.values(), key=lambda failure: (failure.victim, failure.when))
         if failure.victim:
             failure = self._cause(failure, positions)
-        traceback = failure.traceback or (self._stack(failure.rank) if failure.exitcode is None else "")
+        runs_on = failure.exitcode is None and not self.run.result(failure.rank).exists()
+        traceback = failure.traceback or (self._stack(failure.rank) if runs_on else "")
         return RankError(failure.rank, failure.exitcode, failure.reason, str(positions[failure.rank]), traceback)
 
     def _cause(self, victim: _Failure, positions: list[flight.Position]) -> _Failure:
