@@ -136,7 +136,9 @@ def check_call(
 
 def check_chunks(tensor: torch.Tensor, n: int, what: str = "reduce_scatter") -> None:
     """Raise ValueError unless dimension 0 can be cut into n equal chunks."""
-    if isinstance(tensor, torch.Tensor) and (tensor.dim() == 0 or tensor.shape[0] % n):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+        return  # refused by `check_call`
+    if tensor.dim() == 0 or tensor.shape[0] % n:
         shape = tuple(tensor.shape)
         raise ValueError(f"{what} cuts dimension 0 into {n} equal chunks, which shape {shape} does not allow")
 
