@@ -2,9 +2,10 @@
 
 Small messages cost latency, so they take the algorithm of few rounds; large ones take the one that moves few bytes.
 Between ranks that all have a link of their own to each other, halving has both: nothing is faster where N is a power of
-two, and the ring returns where N is none. Real clusters use rings for large messages all the same. Their ranks share
-links: those that exchange across half the machine all need the same cables, while a ring crosses each cable once
-(`cluster_cost.py` counts that). A ring needs no power of two. And several rings keep all network cards of a node busy.
+two, and the ring returns where N is none. Why do real libraries use rings for large messages all the same? Because
+ranks share links. Those that exchange across half the machine all need the same cables at once, while a ring crosses
+each cable once; `cluster_cost.py` counts that for the cables that leave a node. And what no such model counts: several
+rings at once keep all network cards of a node busy, chunks flow through a ring without a stop, and any N will do.
 """
 
 import math
