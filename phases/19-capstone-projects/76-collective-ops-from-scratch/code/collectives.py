@@ -13,6 +13,7 @@ import torch
 import wire
 from mesh import Mesh, check_rank, check_tensor, must_agree
 
+MESSAGE = 1 << 20  # bytes: how much travels at once where a collective works in place
 REDUCTIONS = {"sum": torch.add, "avg": torch.add, "max": torch.maximum}
 MOVES = object()  # in the place of a reduction: nothing is combined
 
@@ -29,6 +30,18 @@ def ring_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: boo
         ring_reduce(mesh, chunks, op)
         ring_gather(mesh, chunks)
     return result
+
+
+def ring_in_place(mesh: Mesh, flat: torch.Tensor, op: str = "sum") -> None:
+    """All-reduce a 1-d contiguous tensor where it lies: the same ring, a segment of it after the other.
+
+    The same bytes, more rounds: but a message of 1 MB is still in the cache when it is added, and its memory is used
+    again, where a new tensor of 64 MB costs more time for its pages than for its bytes.
+    """
+    for segment in flat.split(max(1, mesh.world_size * MESSAGE // flat.element_size())):
+        chunks = list(segment.tensor_split(mesh.world_size))
+        ring_reduce(mesh, chunks, op)
+        ring_gather(mesh, chunks)
 
 
 def reduce_scatter(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:

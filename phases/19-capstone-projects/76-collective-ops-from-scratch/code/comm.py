@@ -340,7 +340,9 @@ class MeshComm(Comm):
         self.rank, self.world_size, self.device = mesh.rank, mesh.world_size, mesh.device
 
     def _all_reduce(self, x, op):
-        x.detach().copy_(collectives.ring_allreduce(self.mesh, x, op, check=False))
+        plain = _plain(x)
+        collectives.ring_in_place(self.mesh, plain, op)
+        _fill(x, plain)
 
     def _reduce_scatter(self, out, x, op):
         chunk = collectives.reduce_scatter(self.mesh, x.reshape(-1), op, check=False)

@@ -15,7 +15,7 @@ from ranks import check_world_size
 from stream_mesh import StreamMesh
 
 FAMILIES = ("tcp", "unix") if hasattr(socket, "AF_UNIX") else ("tcp",)
-_BUFFER = 1 << 22  # bytes that a connection should hold; the system may allow less
+_BUFFER = 1 << 20  # bytes that a connection should hold; the system may allow less
 
 
 class Listeners:
