@@ -212,7 +212,8 @@ def explain(error: RankError, world_size: int) -> list[str]:
     elif code < 0:
         cause = f"{rank}: ended from outside by signal {-code} (a shell shows {128 - code}), so there is no traceback"
     else:
-        cause = f"{rank}: it {error.reason.splitlines()[0]}; the traceback ends at the line"
+        ending = "the traceback ends at the line that raised it" if error.traceback else "it left no traceback"
+        cause = f"{rank}: it {error.reason.splitlines()[0]}; {ending}"
     where = f"{rank} was {error.collective}"
     if error.collective.startswith("after"):
         where += ": it came out of that one and never went into the next"
