@@ -190,6 +190,12 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print a ring all-reduce of 4 ranks round by round")
     drills = ("kill", "stall", "raise", "mismatch", "mismatch-shape", "deadlock")
     parser.add_argument("--drill", choices=drills, help="let a run fail in this way, and explain the report")
+    parser.add_argument("--cost", action="store_true", help="fit this machine, predict every algorithm, measure")
+    parser.add_argument("--explain", action="store_true", help="say which all-reduce is chosen for --size, and why")
+    parser.add_argument("--cluster", nargs="?", const="", metavar="FILE", help="predict up to 4,096 ranks (JSON file)")
+    parser.add_argument("--size", type=demo.positive, metavar="BYTES", help="of --explain and --cluster")
+    parser.add_argument("--max-size", type=demo.positive, metavar="BYTES", default=1 << 26, help="of --cost")
+    parser.add_argument("--transport", choices=["shared", "sockets", "queues"], help="of --cost (default: shared)")
     args = demo.parse(parser, lesson=76)
     if under_torchrun() or args.backend != "gloo":
         parser.error("this lesson starts ranks of its own and compares with gloo; torchrun and nccl come in lesson 77")
@@ -203,6 +209,13 @@ def main() -> int:
     if args.trace:
         trace(claims)
         return claims.verdict("LESSON 76, TRACE")
+    if args.cost or args.explain or args.cluster is not None:
+        from cost_demo import show  # 76: predicted, measured, explained
+
+        try:
+            return show(claims, args)
+        except ValueError as error:
+            parser.error(str(error))
     if args.bench:
         from ring_bench import bench  # 76: our ring beside gloo's
 
