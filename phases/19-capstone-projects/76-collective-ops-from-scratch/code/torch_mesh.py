@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 
 import torch
 import torch.distributed as dist
-from mesh import Mesh
+from mesh import CONTROL, Mesh
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
@@ -18,8 +18,8 @@ class TorchMesh(Mesh):
     """A mesh over a process group (default: the world). Waits end with the group's own timeout.
 
     Each message is a header of fixed size, then the payload: the receiver learns dtype and shape before it posts the
-    receive, so no message can land in a buffer of another kind. CPU tensors over gloo. `send` is buffered for several
-    messages a peer; after that it waits for the oldest to be received.
+    receive, so no message can land in a buffer of another kind. For CPU tensors, over gloo; for those on GPUs see
+    `NcclMesh`. `send` is buffered for several messages a peer; after that it waits for the oldest to be received.
     """
 
     def __init__(self, group=None):
@@ -34,16 +34,23 @@ class TorchMesh(Mesh):
         header = torch.tensor([*tag, stamp, _DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
         first[:_HEADER] = header.view(torch.uint8)
         payload = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        inline = len(payload) <= _INLINE
+        inline = len(payload) <= _INLINE and not payload.is_cuda
         if inline:
             first[_HEADER : _HEADER + len(payload)] = payload
         try:
-            for part in (first,) if inline else (first, payload):
-                _in_flight.append((dist.isend(part, group=self._group, group_dst=dst), part))
+            _in_flight.append((dist.isend(first, group=self._group, group_dst=dst), first))
+            if not inline:
+                self._send_payload(dst, payload)
         except RuntimeError as error:
             raise self._lost(dst, tag, str(error), sending=True) from error
         while len(_in_flight) > _BUFFERED * self.world_size:  # gloo never says that a send is complete, unless asked to
             _in_flight.popleft()[0].wait()  # wait; until then its memory must stay
+
+    def _send_payload(self, dst, payload):
+        _in_flight.append((dist.isend(payload, group=self._group, group_dst=dst), payload))
+
+    def _receive_payload(self, src, payload):
+        dist.recv(payload, group=self._group, group_src=src)
 
     def _take(self, src, tag):
         while not self._stash[src, tag]:
@@ -58,10 +65,11 @@ class TorchMesh(Mesh):
         first = torch.empty(_HEADER + _INLINE, dtype=torch.uint8)
         dist.recv(first, group=self._group, group_src=src)
         context, tag, stamp, dtype, dim, *sizes = first[:_HEADER].view(torch.int64).tolist()
-        tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype])
+        device = torch.device("cpu") if tag == CONTROL else self.device
+        tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype], device=device)
         payload = tensor.view(-1).view(torch.uint8)
-        if len(payload) <= _INLINE:
+        if len(payload) <= _INLINE and not payload.is_cuda:
             payload.copy_(first[_HEADER : _HEADER + len(payload)])
         else:
-            dist.recv(payload, group=self._group, group_src=src)
+            self._receive_payload(src, payload)
         return (context, tag), (stamp, tensor)
