@@ -15,6 +15,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import cost_demo
 from choose import QUEUES
+from collectives import broadcast
 from cost import Cost
 
 CODE = Path(__file__).resolve().parents[1] / "code"
@@ -118,6 +119,17 @@ class TestFailingClaims(Folder):
         code, out = self.cost(self.rows(), right=False)
         self.assertEqual(code, 1)
         self.assertIn("FAIL  all results are right", out)
+
+    def test_one_wrong_result_is_seen(self):
+        def measured(rank_results):
+            work = lambda mesh: cost_demo.measure(mesh.rank, 2, lambda rank, n, made: made, mesh, 4096)[2]  # noqa: E731
+            with mock.patch.object(cost_demo, "broadcast", rank_results):
+                return cost_demo.VirtualCluster(2).run(work)
+
+        def wrong_on_rank_1(mesh, tensor, check):
+            return broadcast(mesh, tensor, check=check) + mesh.rank
+
+        self.assertEqual([measured(broadcast), measured(wrong_on_rank_1)], [[True] * 2, [False] * 2])
 
     def test_rounds_that_differ(self):
         with mock.patch.dict(cost_demo.ALLREDUCE, ring=lambda n, nbytes: Cost(1, 0, 0, 0)):
