@@ -65,6 +65,7 @@ class Mesh:
     """
 
     device = torch.device("cpu")  # where its tensors live
+    most_dimensions = 64  # of a message: torch itself allows no more
 
     def __init__(self, rank: int, world_size: int, timeout: float = 60.0):
         check_world_size(world_size)
@@ -80,6 +81,8 @@ class Mesh:
         self._check_usable()
         check_peer(self.rank, dst, self.world_size, tag)
         check_tensor("send", tensor, self.device)
+        if tensor.dim() > self.most_dimensions:
+            raise ValueError(f"a message may have {self.most_dimensions} dimensions, this tensor has {tensor.dim()}")
         port = self._port
         port.sent = max(port.sent, port.known) + 1
         self.counters.rounds = max(self.counters.rounds, port.sent)

@@ -7,7 +7,6 @@ import time
 from multiprocessing import get_context
 
 from arena import PATIENCE, why_not
-from mesh import check_rank
 from ranks import check_world_size
 from stream_mesh import StreamMesh
 
@@ -36,6 +35,7 @@ class Slots:
         self.full = {pair: context.Semaphore(0) for pair in pairs}
         self.free = {pair: context.Semaphore(slots) for pair in pairs}
         self.bells = [context.Semaphore(0) for _ in range(world_size)]
+        self.tickets = [context.Semaphore(1) for _ in range(world_size)]  # each rank may use the slots once
 
     def slot(self, src: int, dst: int, index: int) -> memoryview:
         """Return one slot of the stream from `src` to `dst`; `index` counts on for ever."""
@@ -44,14 +44,18 @@ class Slots:
 
 
 class SharedMesh(StreamMesh):
-    """A mesh over `Slots`: each byte is copied twice, into a slot and out of it, and no system call moves it."""
+    """A mesh over `Slots`: each byte is copied twice, into a slot and out of it, and no system call moves it.
+
+    Memory tells nobody that a rank has ended: who waits for that rank waits until its deadline.
+    """
 
     def __init__(self, rank: int, world_size: int, slots: Slots, timeout: float = 60.0):
         if slots.world_size != world_size:
             raise ValueError(f"the slots are for {slots.world_size} ranks, there are {world_size}")
-        check_rank("rank", rank, world_size)
         super().__init__(rank, world_size, timeout)
-        self._slots, self._bell = slots, slots.bells[rank]
+        if not slots.tickets[rank].acquire(block=False):
+            raise ValueError(f"rank {rank} has used these slots before: what is in them may be half a message")
+        self._slots, self._bell, self._me = slots, slots.bells[rank], rank
         others = [peer for peer in range(world_size) if peer != rank]
         self._filled = {dst: itertools.count() for dst in others}
         self._emptied = {src: itertools.count() for src in others}
@@ -62,11 +66,11 @@ class SharedMesh(StreamMesh):
         if not self._has_room(dst):
             return 0
         self._may_fill.remove(dst)
-        slot = self._slots.slot(self.rank, dst, next(self._filled[dst]))
+        slot = self._slots.slot(self._me, dst, next(self._filled[dst]))
         count = min(len(data), len(slot) - _LENGTH)
         slot[:8] = count.to_bytes(8, "little")
         slot[_LENGTH : _LENGTH + count] = data[:count]
-        self._slots.full[self.rank, dst].release()
+        self._slots.full[self._me, dst].release()
         self._slots.bells[dst].release()
         return count
 
@@ -77,7 +81,7 @@ class SharedMesh(StreamMesh):
         if count < len(left):
             self._open[src] = left[count:]
         else:
-            self._slots.free[src, self.rank].release()
+            self._slots.free[src, self._me].release()
             self._slots.bells[src].release()
         return count
 
@@ -94,14 +98,14 @@ class SharedMesh(StreamMesh):
                 return []
 
     def _has_come(self, src) -> bool:
-        if src not in self._open and self._slots.full[src, self.rank].acquire(block=False):
+        if src not in self._open and self._slots.full[src, self._me].acquire(block=False):
             self._bell.acquire(block=False)  # it was rung for this
-            slot = self._slots.slot(src, self.rank, next(self._emptied[src]))
+            slot = self._slots.slot(src, self._me, next(self._emptied[src]))
             self._open[src] = slot[_LENGTH : _LENGTH + int.from_bytes(slot[:8], "little")]
         return src in self._open
 
     def _has_room(self, dst) -> bool:
-        if dst not in self._may_fill and self._slots.free[self.rank, dst].acquire(block=False):
+        if dst not in self._may_fill and self._slots.free[self._me, dst].acquire(block=False):
             self._bell.acquire(block=False)
             self._may_fill.add(dst)
         return dst in self._may_fill

@@ -1,29 +1,26 @@
-"""`SocketMesh`: a mesh over TCP or Unix sockets, one connection between any two ranks. It runs on every platform."""
+"""`SocketMesh`: a mesh over TCP or Unix sockets, one connection between any two ranks. TCP runs on every platform."""
 
-import os
 import secrets
 import selectors
-import shutil
 import socket
-import tempfile
+import sys
 import time
 import weakref
-from pathlib import Path
 
-from mesh import MeshTimeout, check_rank
-from ranks import check_world_size
-from stream_mesh import StreamMesh
+from mesh import MeshTimeout
+from ranks import check_seconds, check_world_size
+from stream_mesh import LONGEST, StreamMesh
 
-FAMILIES = ("tcp", "unix") if hasattr(socket, "AF_UNIX") else ("tcp",)
+FAMILIES = ("tcp", "unix") if sys.platform == "linux" else ("tcp",)
 _BUFFER = 1 << 20  # bytes that a connection should hold; the system may allow less
 
 
 class Listeners:
     """One listening socket a rank, made by the launcher and given to all ranks: no address has to be waited for.
 
-    "tcp" binds ports that the system chooses, on this machine's loopback; "unix" files in a folder of its own, which
-    goes with this object. Who connects must know a secret that only these ranks were given. Raises ValueError for a bad
-    world_size or family.
+    The system chooses the addresses: "tcp" ports of this machine's loopback, "unix" abstract names, which are no files
+    and so leave none (Linux only). Others on this machine can call them, too: so a caller begins with a secret that
+    only these ranks were given. Raises ValueError for a bad world_size or family.
     """
 
     def __init__(self, world_size: int, family: str = "tcp"):
@@ -31,66 +28,102 @@ class Listeners:
         if family not in FAMILIES:
             raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
         self.world_size, self.family, self.secret = world_size, family, secrets.token_bytes(16)
-        addresses = [("127.0.0.1", 0)] * world_size
-        if family == "unix":
-            folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-            weakref.finalize(self, _remove, folder, os.getpid())
-            addresses = [str(folder / str(rank)) for rank in range(world_size)]
-        self._sockets = []
-        for address in addresses:
-            listener = socket.socket(self._family())
-            listener.bind(address)
-            listener.listen(world_size)
-            self._sockets.append(listener)
+        self._sockets: list[socket.socket] = []
+        weakref.finalize(self, _close, self._sockets)
+        for _ in range(world_size):
+            self._sockets.append(self._socket())
+            self._sockets[-1].bind(("127.0.0.1", 0) if family == "tcp" else "")
+            self._sockets[-1].listen(2 * world_size)
 
-    def _family(self) -> int:
-        return socket.AF_INET if self.family == "tcp" else socket.AF_UNIX
+    def _socket(self) -> socket.socket:
+        return socket.socket(socket.AF_INET if self.family == "tcp" else socket.AF_UNIX)
+
+    def _hello(self, rank: int) -> bytes:
+        return self.secret + rank.to_bytes(4, "little")
 
     def connect(self, rank: int, timeout: float) -> dict[int, socket.socket]:
         """Return this rank's connections, one to each other rank: it calls the lower ones and hears the higher ones.
 
-        To be called once in each rank. Raises MeshTimeout, naming a rank, if not all have called within `timeout`.
+        To be called once in each rank. Raises MeshTimeout, naming a rank, if not all have come within `timeout`
+        seconds; ValueError for a bad timeout, and for a second call.
         """
+        check_seconds("timeout", timeout)
         if self._sockets[rank].fileno() < 0:
             raise ValueError(f"rank {rank} has connected through these listeners before")
         deadline, connections = time.monotonic() + timeout, {}
-        for peer in range(rank):
-            connection = socket.socket(self._family())
-            connection.connect(self._sockets[peer].getsockname())  # that rank need not have come yet
-            connection.sendall(self.secret + rank.to_bytes(4, "little"))
-            connections[peer] = connection
-        while missing := [peer for peer in range(rank + 1, self.world_size) if peer not in connections]:
-            try:
-                self._sockets[rank].settimeout(max(1e-3, deadline - time.monotonic()))
-                connection, _ = self._sockets[rank].accept()
-                hello = _receive(connection, len(self.secret) + 4, deadline)
-            except TimeoutError:
-                words = f"rank {rank} waited for rank {missing[0]} to connect: it did not in {timeout:g} s"
-                raise MeshTimeout(words, missing[0]) from None
-            peer = int.from_bytes(hello[len(self.secret) :], "little")
-            if secrets.compare_digest(hello[: len(self.secret)], self.secret) and peer in missing:
-                connections[peer] = connection
-            else:
-                connection.close()  # a stranger
-        for listener in self._sockets:  # this process's copies: a dead rank's must not seem to be alive
-            listener.close()
+        try:
+            for peer in range(rank):
+                connections[peer] = self._socket()
+                self._call(connections[peer], rank, peer, deadline)
+            self._hear(connections, rank, deadline)
+        except BaseException:
+            _close(connections.values())
+            raise
+        finally:
+            _close(self._sockets)  # this process's copies: a dead rank's must not seem to be alive
         return connections
 
+    def _call(self, connection: socket.socket, rank: int, peer: int, deadline: float) -> None:
+        try:
+            connection.settimeout(_left(deadline))
+            connection.connect(self._sockets[peer].getsockname())  # that rank need not have come yet
+            connection.sendall(self._hello(rank))
+        except OSError as error:
+            raise MeshTimeout(f"rank {rank} could not connect to rank {peer}: {error}", peer) from error
 
-def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Return the next `size` bytes; fewer if the connection ends."""
-    data = b""
-    while len(data) < size:
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        if not (more := connection.recv(size - len(data))):
-            break
-        data += more
-    return data
+    def _hear(self, connections: dict[int, socket.socket], rank: int, deadline: float) -> None:
+        """Add the connections of the ranks above. All callers are heard at once: a silent one holds nobody up."""
+        expected = {self._hello(peer): peer for peer in range(rank + 1, self.world_size)}
+        listener, said = self._sockets[rank], {}  # caller -> what it has said so far
+        selector = selectors.DefaultSelector()
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while expected:
+                events = selector.select(_left(deadline))
+                if not events and time.monotonic() >= deadline:
+                    peer = min(expected.values())
+                    raise MeshTimeout(f"rank {rank} waited for rank {peer} to connect: it did not in time", peer)
+                for caller in [key.fileobj for key, _ in events]:
+                    if caller is listener:
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        said[caller] = bytearray()
+                        selector.register(caller, selectors.EVENT_READ)
+                    elif _finished(caller, said[caller], len(self._hello(rank))):
+                        selector.unregister(caller)
+                        hello = bytes(said.pop(caller))
+                        if hello in expected and _read(caller, 1, socket.MSG_PEEK) != b"":  # not one of an earlier run
+                            connections[expected.pop(hello)] = caller
+                        else:
+                            caller.close()
+        finally:
+            _close([*said, selector])
 
 
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a rank that was forked from it
-        shutil.rmtree(folder, ignore_errors=True)
+def _left(deadline: float) -> float:
+    return min(max(1e-3, deadline - time.monotonic()), LONGEST)
+
+
+def _finished(caller: socket.socket, said: bytearray, size: int) -> bool:
+    """Take in what has come, up to `size` bytes; say whether no more is to be heard."""
+    more = _read(caller, size - len(said))
+    said += more or b""
+    return more == b"" or len(said) == size
+
+
+def _read(connection: socket.socket, *size_and_flags: int) -> bytes | None:
+    """Return the bytes that are there; None if there are none yet, b"" if the connection has ended."""
+    try:
+        return connection.recv(*size_and_flags)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _close(things) -> None:
+    for each in things:
+        each.close()
 
 
 class SocketMesh(StreamMesh):
@@ -99,10 +132,9 @@ class SocketMesh(StreamMesh):
     def __init__(self, rank: int, world_size: int, listeners: Listeners, timeout: float = 60.0):
         if listeners.world_size != world_size:
             raise ValueError(f"the listeners are for {listeners.world_size} ranks, there are {world_size}")
-        check_rank("rank", rank, world_size)
         super().__init__(rank, world_size, timeout)
-        self._sockets = listeners.connect(rank, timeout)
-        self._selector = selectors.DefaultSelector()
+        self._sockets, self._selector = listeners.connect(rank, timeout), selectors.DefaultSelector()
+        weakref.finalize(self, _close, [*self._sockets.values(), self._selector])
         for peer, connection in self._sockets.items():
             connection.setblocking(False)
             if listeners.family == "tcp":
@@ -112,29 +144,32 @@ class SocketMesh(StreamMesh):
             self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _push(self, dst, data):
-        return self._move(dst, self._sockets[dst].send, data)
+        return self._move(dst, self._sockets[dst].send, data) or 0
 
     def _pull(self, src, memory):
         count = self._move(src, self._sockets[src].recv_into, memory)
-        if count == 0 and src not in self._gone:
+        if count == 0:  # nothing, though it need not wait: there will never be more
             self._end(src, "its connection has ended")
-        return count
+        return count or 0
 
-    def _move(self, peer, call, memory) -> int:
+    def _move(self, peer, call, memory) -> int | None:
+        """Let `call` move bytes out of or into `memory`; return how many, None if it would have to wait or fails."""
         try:
             return call(memory)
         except BlockingIOError:
-            return 0
+            return None
         except OSError as error:
             self._end(peer, f"its connection has ended: {error.strerror}")
-            return 0
+            return None
 
     def _end(self, peer, why) -> None:
         if peer not in self._gone:
             self._gone[peer] = why
             self._selector.unregister(self._sockets[peer])
+            self._sockets[peer].close()
 
     def _ready(self, seconds, dst):
+        """Return the ranks whose bytes can be pulled; wait for some, or for room in the stream to `dst`, if given."""
         if dst is not None:
             self._selector.modify(self._sockets[dst], selectors.EVENT_READ | selectors.EVENT_WRITE, dst)
         events = self._selector.select(seconds)

@@ -2,7 +2,7 @@
 
 A stream holds only so many bytes that nobody has taken yet. If two ranks send each other more, each would wait
 for the other to receive. So a rank that waits, for whatever it is, takes in what has come meanwhile and puts it aside:
-`send` is buffered however large the message.
+`send` is buffered however large the message, as long as the other rank is in a call of the mesh too, now and then.
 """
 
 import struct
@@ -16,10 +16,13 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 _MAX_DIM = 8
 _HEADER = struct.Struct(f"<qqqHH{_MAX_DIM}q")  # context, tag, round stamp, dtype, number of dimensions, sizes
 _INLINE = 8192  # bytes: a smaller payload is copied behind its header, and pushed with it
+LONGEST = 1e6  # seconds: the system refuses longer waits, so they are made of several
 
 
 class StreamMesh(Mesh):
     """Messages as a header and the tensor's bytes. A subclass moves bytes: `_push`, `_ready` and `_pull`."""
+
+    most_dimensions = _MAX_DIM
 
     def __init__(self, rank: int, world_size: int, timeout: float = 60.0):
         super().__init__(rank, world_size, timeout)
@@ -40,8 +43,6 @@ class StreamMesh(Mesh):
             self._stash[src, (context, tag)].append((stamp, tensor))
 
     def _post(self, dst, tag, stamp, tensor, lone):
-        if tensor.dim() > _MAX_DIM:
-            raise ValueError(f"a message may have {_MAX_DIM} dimensions, this tensor has {tensor.dim()}")
         plain = tensor.resolve_conj().resolve_neg().contiguous()
         sizes = [*plain.shape, *[0] * (_MAX_DIM - plain.dim())]
         header, payload = _HEADER.pack(*tag, stamp, DTYPES.index(plain.dtype), plain.dim(), *sizes), memory_of(plain)
@@ -67,10 +68,14 @@ class StreamMesh(Mesh):
         left = deadline - time.monotonic()
         if peer in self._gone or left < 0:
             return False
-        for src in self._ready(left, peer if room else None):
-            wanted = self._wanted[src]
-            wanted = wanted[self._pull(src, wanted) :]
-            self._wanted[src] = wanted or next(self._readers[src])
+        try:
+            for src in self._ready(min(left, LONGEST), peer if room else None):
+                wanted = self._wanted[src]
+                wanted = wanted[self._pull(src, wanted) :]
+                self._wanted[src] = wanted or next(self._readers[src])
+        except BaseException as error:  # no memory for a message, say: what follows in the stream cannot be read
+            self._port.broken = error
+            raise
         return True
 
     def _push(self, dst: int, data: memoryview) -> int:
