@@ -6,7 +6,8 @@ from functools import partial
 import demo
 import torch
 from arena import Arena, why_not
-from comm import Comm, MeshComm, TorchComm
+from comm import Comm, TorchComm
+from mesh_comm import MeshComm
 from mesh import QueueMesh
 from ranks import run_ranks, start_method
 from shared_comm import SharedComm

@@ -1,7 +1,8 @@
 """`Comm`: the one interface through which lessons 77-81 communicate.
 
-`TorchComm` runs it on a `torch.distributed` group (gloo, NCCL), `MeshComm` on this lesson's own collectives over any
-`Mesh`. Code written against `Comm` runs unchanged on GPUs, on CPU processes and in the virtual cluster.
+`TorchComm` runs it on a `torch.distributed` group (gloo, NCCL), `MeshComm` (mesh_comm.py) on this lesson's own
+collectives over any `Mesh`. Code written against `Comm` runs unchanged on GPUs, on CPU processes and in the virtual
+cluster.
 """
 
 import copy
@@ -13,14 +14,14 @@ from dataclasses import dataclass, field
 
 import collectives
 import flight
+import plain
 import torch
 import torch.distributed as dist
 import wire
-from mesh import Mesh, check_peer, check_whole, encode_facts, must_agree
+from mesh import check_peer, check_whole, encode_facts, must_agree
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13; 2.11
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_LABEL_BYTES = 128  # what a checked message says of itself: dtype and shape
 _AGREE_BYTES = 252  # facts that fit travel in one message; longer ones need a second
 WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}  # gloo adds bools as bytes, and int16 not at all
 
@@ -190,25 +191,25 @@ class TorchComm(Comm):
         self._control_device = torch.device("cpu") if "gloo" in self._backends else self.device
 
     def _all_reduce(self, x, op):
-        work = _plain(x).to(WIDER.get(x.dtype, x.dtype))
-        handle = dist.all_reduce(_real(work), group=self.group, async_op=True, **self._reduction(op))
+        work = plain.flat(x).to(WIDER.get(x.dtype, x.dtype))
+        handle = dist.all_reduce(plain.reals(work), group=self.group, async_op=True, **self._reduction(op))
         return self._finisher(handle, work, x, op)
 
     def _reduce_scatter(self, out, x, op):
-        source = _plain(x).to(WIDER.get(x.dtype, x.dtype))
-        work = _plain(out).to(source.dtype)
+        source = plain.flat(x).to(WIDER.get(x.dtype, x.dtype))
+        work = plain.flat(out).to(source.dtype)
         options = {"group": self.group, "async_op": True, **self._reduction(op)}
-        handle = _reduce_scatter_single(_real(work), _real(source), **options)
+        handle = _reduce_scatter_single(plain.reals(work), plain.reals(source), **options)
         return self._finisher(handle, work, out, op)
 
     def _all_gather(self, out, x):
-        work = _plain(out)
-        handle = _all_gather_single(_bytes(work), _bytes(_plain(x)), group=self.group, async_op=True)
+        work = plain.flat(out)
+        handle = _all_gather_single(plain.raw(work), plain.raw(plain.flat(x)), group=self.group, async_op=True)
         return self._finisher(handle, work, out)
 
     def _broadcast(self, x, src):
-        work = _plain(x)
-        handle = dist.broadcast(_bytes(work), group_src=src, group=self.group, async_op=True)
+        work = plain.flat(x)
+        handle = dist.broadcast(plain.raw(work), group_src=src, group=self.group, async_op=True)
         return self._finisher(handle, work, x)
 
     def _reduction(self, op):
@@ -222,18 +223,18 @@ class TorchComm(Comm):
             handle.wait()
             if op == "avg" and self.device.type == "cpu":
                 work.div_(self.world_size)
-            _fill(result, work)
+            plain.fill(result, work)
 
         return finish
 
     def _exchange(self, sends, recvs):
         checked = self.checks and self.device.type == "cpu"
-        filled = [_plain(tensor) for tensor, _, _ in recvs]
-        incoming = [_bytes(work) for work in filled]
-        outgoing = [_bytes(_plain(tensor)) for tensor, _, _ in sends]
+        filled = [plain.flat(tensor) for tensor, _, _ in recvs]
+        incoming = [plain.raw(work) for work in filled]
+        outgoing = [plain.raw(plain.flat(tensor)) for tensor, _, _ in sends]
         if checked:
-            incoming = [torch.empty(_LABEL_BYTES + len(each), dtype=torch.uint8) for each in incoming]
-            outgoing = [torch.cat((_label(t), each)) for (t, _, _), each in zip(sends, outgoing, strict=True)]
+            incoming = [torch.empty(plain.LABEL_BYTES + len(each), dtype=torch.uint8) for each in incoming]
+            outgoing = [torch.cat((plain.label(t), each)) for (t, _, _), each in zip(sends, outgoing, strict=True)]
         ops = [
             dist.P2POp(operation, memory, group=self.group, group_peer=peer, tag=tag)
             for operation, part, messages in ((dist.irecv, incoming, recvs), (dist.isend, outgoing, sends))
@@ -245,13 +246,13 @@ class TorchComm(Comm):
             for handle in handles:
                 handle.wait()
             for memory, (tensor, peer, tag) in zip(incoming, recvs, strict=True) if checked else ():
-                if not torch.equal(memory[:_LABEL_BYTES], _label(tensor)):
-                    got = bytes(memory[:_LABEL_BYTES].tolist()).decode(errors="replace").rstrip("\0")
-                    raise ValueError(_unexpected(self.rank, tensor, peer, tag, got))
+                if not torch.equal(memory[: plain.LABEL_BYTES], plain.label(tensor)):
+                    got = bytes(memory[: plain.LABEL_BYTES].tolist()).decode(errors="replace").rstrip("\0")
+                    raise ValueError(plain.unexpected(self.rank, tensor, peer, tag, got))
             for memory, work, (tensor, _, _) in zip(incoming, filled, recvs, strict=True):
                 if checked:
-                    _bytes(work).copy_(memory[_LABEL_BYTES:])
-                _fill(tensor, work)
+                    plain.raw(work).copy_(memory[plain.LABEL_BYTES :])
+                plain.fill(tensor, work)
 
         return finish
 
@@ -289,88 +290,9 @@ class TorchComm(Comm):
         return TorchComm(groups[color])
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _label(tensor: torch.Tensor) -> torch.Tensor:
-    text = _kind(tensor).encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _unexpected(rank: int, tensor: torch.Tensor, peer: int, tag: int, got: str) -> str:
-    return f"rank {rank} expected {_kind(tensor)} from rank {peer} (tag {tag}), got {got}"
-
-
 def check_buffer(numel: int, dtype: torch.dtype) -> None:
     """Raise ValueError unless a buffer of `numel` elements of `dtype` can be made."""
     if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
         raise ValueError(f"numel must be a whole number of at least 0, got {numel!r}")
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Return x's elements 1-d and contiguous, a view where that is possible: gloo ignores strides and conjugation."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _real(plain: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as real numbers: NCCL does not know complex ones."""
-    return torch.view_as_real(plain).view(-1) if plain.is_complex() else plain
-
-
-def _bytes(plain: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as bytes: what only moves may be of a dtype that gloo does not know."""
-    return plain.view(torch.uint8)
-
-
-def _fill(x: torch.Tensor, plain: torch.Tensor) -> None:
-    """Put the elements of `plain` into x, unless it is a view of x."""
-    if plain.data_ptr() != x.data_ptr():
-        x.detach().copy_(plain.view(x.shape))
-
-
-class MeshComm(Comm):
-    """`Comm` through lesson 76's own collectives, over any `Mesh`. Launched work is complete when the call returns."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__()
-        self.mesh = mesh
-        self.rank, self.world_size, self.device = mesh.rank, mesh.world_size, mesh.device
-
-    def _all_reduce(self, x, op):
-        plain = _plain(x)
-        collectives.ring_in_place(self.mesh, plain, op)
-        _fill(x, plain)
-
-    def _reduce_scatter(self, out, x, op):
-        chunk = collectives.reduce_scatter(self.mesh, x.reshape(-1), op, check=False)
-        out.detach().copy_(chunk.view(out.shape))
-
-    def _all_gather(self, out, x):
-        out.detach().copy_(collectives.allgather(self.mesh, x.reshape(-1), check=False).view(out.shape))
-
-    def _broadcast(self, x, src):
-        x.detach().copy_(collectives.broadcast(self.mesh, x, src, check=False))
-
-    def _exchange(self, sends, recvs):
-        for tensor, peer, tag in sends:
-            self.mesh.send(peer, tensor, tag, lone=False)
-
-        def finish():
-            for tensor, peer, tag in recvs:
-                got = self.mesh.recv(peer, tag)
-                if (got.shape, got.dtype) != (tensor.shape, tensor.dtype):
-                    raise ValueError(_unexpected(self.rank, tensor, peer, tag, _kind(got)))
-                tensor.detach().copy_(got)
-
-        return finish
-
-    def _agree(self, facts):
-        return self.mesh.agree(facts)
-
-    def split(self, color: int, key: int = 0) -> "MeshComm":
-        """Return the communicator of the ranks that gave the same color, ordered by (key, rank). All ranks call it."""
-        self.counters.control_calls += 1
-        return MeshComm(self.mesh.split(color, key))

@@ -10,7 +10,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import demo  # 76: flags, tables, verdict
 import torch
 from collectives import PRIMITIVES, allgather, broadcast, reduce_scatter, ring_allreduce  # 76: the four collectives
-from comm import Comm, MeshComm, TorchComm  # 76: the interface of all later lessons
+from comm import Comm, TorchComm  # 76: the interface of all later lessons
+from mesh_comm import MeshComm  # 76: the same over a mesh
 from hello import hello  # 76: the first program
 from mesh import Mesh  # 76: point-to-point messages that are counted
 from ranks import RankError, run_ranks, under_torchrun  # 76: N processes, their results, and who is to blame

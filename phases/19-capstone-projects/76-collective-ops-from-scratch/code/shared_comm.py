@@ -8,9 +8,10 @@ that their bits equal gloo's.
 import itertools
 
 import collectives
+import plain
 import torch
 from arena import ALIGNMENT, Arena
-from comm import Comm, TorchComm, _fill, _plain
+from comm import Comm, TorchComm, check_buffer
 from mesh import must_agree
 
 BLOCK = 1 << 15  # elements that are summed at a time
@@ -54,6 +55,7 @@ class SharedComm(Comm):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer in this rank's heap while there is room; after that, one in memory of its own."""
+        check_buffer(numel, dtype)
         start, size = self._used[0], numel * dtype.itemsize
         end = start + _round_up(size, ALIGNMENT)
         if end > self.arena.heap_bytes:
@@ -77,11 +79,11 @@ class SharedComm(Comm):
             must_agree(self, "where the tensor lives", {"place in the heap": place})
         if place is not None:
             size = x.numel() * x.element_size()
-            self._reduce_in_place([_reals(heap[place : place + size].view(x.dtype)) for heap in self._heaps], op)
+            self._reduce_in_place([plain.reals(heap[place : place + size].view(x.dtype)) for heap in self._heaps], op)
             return
-        plain = _plain(x)
-        self._reduce_through_windows(_reals(plain), op)
-        _fill(x, plain)
+        work = plain.flat(x)
+        self._reduce_through_windows(plain.reals(work), op)
+        plain.fill(x, work)
 
     def _reduce_through_windows(self, flat, op: str) -> None:
         """Three steps a segment: copy the other ranks' parts in; sum one's own part; copy all parts out.
@@ -153,8 +155,8 @@ class SharedComm(Comm):
                 out[block].div_(self.world_size)
 
     def _reduce_scatter(self, out, x, op):
-        flat, plain = _reals(_plain(x)), _plain(out)
-        target = _reals(plain)
+        flat, work = plain.reals(plain.flat(x)), plain.flat(out)
+        target = plain.reals(work)
         size = target.numel()
         for start, end, slots in self._segments(target, share=self.world_size):
             width = end - start
@@ -168,27 +170,27 @@ class SharedComm(Comm):
                 place = slice(a - first + self.rank * width, b - first + self.rank * width)
                 parts = [flat[a:b] if rank == self.rank else slot[place] for rank, slot in enumerate(slots)]
                 self._combine(parts, order, op, target[a - self.rank * size : b - self.rank * size])
-        _fill(out, plain)
+        plain.fill(out, work)
 
     def _all_gather(self, out, x):
-        flat, target = _plain(x), _plain(out)
+        flat, target = plain.flat(x), plain.flat(out)
         for start, end, slots in self._segments(flat):
             slots[self.rank].copy_(flat[start:end])
             self._barrier()
             for rank, slot in enumerate(slots):
                 part = flat[start:end] if rank == self.rank else slot
                 target[rank * flat.numel() + start : rank * flat.numel() + end].copy_(part)
-        _fill(out, target)
+        plain.fill(out, target)
 
     def _broadcast(self, x, src):
-        flat = _plain(x)
+        flat = plain.flat(x)
         for start, end, slots in self._segments(flat):
             if self.rank == src:
                 slots[src].copy_(flat[start:end])
             self._barrier()
             if self.rank != src:
                 flat[start:end].copy_(slots[src])
-        _fill(x, flat)
+        plain.fill(x, flat)
 
     def _segments(self, flat, share: int = 1):
         """Cut a tensor into what fits a window (a `share`-th of one); yield (start, end, [that window of each rank]).
@@ -209,11 +211,6 @@ class SharedComm(Comm):
 
     def _barrier(self) -> None:
         self.arena.barrier(self.rank, self.timeout)
-
-
-def _reals(plain: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of real ones, as gloo adds them; a view."""
-    return torch.view_as_real(plain).view(-1) if plain.is_complex() else plain
 
 
 def _part(numel: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import torch
 from alltoall import alltoall
 from barrier import barrier
 from collectives import allgather, broadcast, reduce_scatter, ring_allreduce
-from comm import Comm, MeshComm, TorchComm
+from comm import Comm, TorchComm
+from mesh_comm import MeshComm
 from halving import halving_allreduce
 from hierarchical import hierarchical_allreduce
 from mesh import MeshTimeout, QueueMesh

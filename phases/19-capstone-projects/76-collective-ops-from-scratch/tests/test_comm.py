@@ -9,7 +9,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import torch
 import torch.distributed as dist
 import wire
-from comm import Comm, MeshComm, TorchComm
+from comm import Comm, TorchComm
+from mesh_comm import MeshComm
 from mesh import QueueMesh
 from ranks import RankError, run_ranks, start_method
 from torch_mesh import TorchMesh

@@ -21,7 +21,8 @@ import rank_process
 import ranks
 import torch
 import torch.distributed as dist
-from comm import MeshComm, TorchComm
+from comm import TorchComm
+from mesh_comm import MeshComm
 from mesh import QueueMesh
 from ranks import RankError, run_ranks
 

@@ -7,7 +7,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import demo  # 76: flags, tables, verdict
 import torch
-from comm import MeshComm, TorchComm  # 76: the interface to torch.distributed, and to our own collectives
+from comm import TorchComm  # 76: the interface to torch.distributed, and to our own collectives
+from mesh_comm import MeshComm  # 76: the same over a mesh
 from ddp import DistributedDataParallel  # 77: buckets, hooks, one all-reduce a bucket
 from ddp_bench import bench  # 77: against torch's own, for --bench
 from flat import (  # 77: flat buffers, and the comparison of models

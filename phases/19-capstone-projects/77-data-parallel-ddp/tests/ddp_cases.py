@@ -1,7 +1,7 @@
 """What the tests of lesson 77 share: virtual ranks, a communicator that takes notes, models with every difficulty."""
 
 import torch
-from comm import MeshComm
+from mesh_comm import MeshComm
 from ranks import RankError
 from torch import nn
 from virtual import VirtualCluster

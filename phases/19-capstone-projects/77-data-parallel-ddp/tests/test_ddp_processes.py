@@ -9,7 +9,8 @@ import signal
 import subprocess
 
 import torch
-from comm import MeshComm, TorchComm
+from comm import TorchComm
+from mesh_comm import MeshComm
 from ddp import DistributedDataParallel
 from ddp_cases import Everything, ThreeLayers, backward, data
 from flat import gather_flat_grads, gather_flat_params

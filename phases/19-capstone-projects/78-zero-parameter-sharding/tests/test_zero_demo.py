@@ -16,7 +16,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-from comm import MeshComm
+from mesh_comm import MeshComm
 from virtual import VirtualCluster
 
 LESSON = Path(__file__).resolve().parents[1]
@@ -31,7 +31,7 @@ ONE_RANK = f"""if True:
     code = main.main()
 
     import torch
-    from comm import MeshComm
+    from mesh_comm import MeshComm
     from virtual import VirtualCluster
 
     def with_a_schedule(mesh):

@@ -1,7 +1,8 @@
 """What the tests of lesson 78 share: odd models, gradients known in advance, and references to compare with."""
 
 import torch
-from comm import Comm, MeshComm
+from comm import Comm
+from mesh_comm import MeshComm
 from flat import gather_flat_params
 from ranks import RankError
 from torch import nn

@@ -7,7 +7,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import demo  # 76: flags, tables, the verdict
 import torch
-from comm import MeshComm, TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
+from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
+from mesh_comm import MeshComm  # 76: the same over a mesh
 from gantt import render_gantt, save_gantt  # a schedule as a picture
 from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers  # without a pipeline
 from pipeline import Pipeline, pass_messages  # the interpreter that runs a schedule

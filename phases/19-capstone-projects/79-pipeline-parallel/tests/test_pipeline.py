@@ -9,7 +9,8 @@ from typing import ClassVar
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import torch
-from comm import MeshComm, TorchComm
+from comm import TorchComm
+from mesh_comm import MeshComm
 from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers
 from pipeline import Pipeline
 from ranks import RankError, run_ranks

@@ -13,7 +13,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import torch
 from bitwise import same, small_states
 from checkpoint import load_shard, load_sharded, save_shard, save_sharded
-from comm import MeshComm, TorchComm
+from comm import TorchComm
+from mesh_comm import MeshComm
 from manifest import MANIFEST, CheckpointError, ShardManifest, read_manifest
 from ranks import run_ranks
 from restore import load_into

@@ -13,7 +13,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 from bitwise import same, small_states
 from checkpoint import load_sharded, save_shard, save_sharded
-from comm import MeshComm
+from mesh_comm import MeshComm
 from manifest import MANIFEST, CheckpointError, read_manifest
 from ranks import RankError, run_ranks
 from rotation import latest_checkpoint

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from comm import MeshComm
+from mesh_comm import MeshComm
 from corpus import Batches
 from train import Job, train
 from virtual import VirtualCluster

@@ -23,7 +23,7 @@ import e2e_bench
 import torch
 import train
 import zero
-from comm import MeshComm
+from mesh_comm import MeshComm
 from corpus import synthetic
 from e2e_runs import virtual
 from manifest import CheckpointError

@@ -21,7 +21,7 @@ import gpt
 import torch
 import train
 from checkpoint import load_sharded, save_sharded
-from comm import MeshComm
+from mesh_comm import MeshComm
 from corpus import synthetic
 from flat import gather_flat_params
 from e2e_runs import DoubleJob, Keeping, plain_loop, virtual
