@@ -3,19 +3,23 @@
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import cost as cost_of  # 76: what each algorithm costs
 import demo  # 76: flags, tables, verdict
 import torch
+from choose import ALGORITHMS  # 76: the all-reduces
 from collectives import PRIMITIVES, allgather, broadcast, reduce_scatter, ring_allreduce  # 76: the four collectives
 from comm import Comm, TorchComm  # 76: the interface of all later lessons
 from mesh_comm import MeshComm  # 76: the same over a mesh
 from hello import hello  # 76: the first program
+from hierarchical import hierarchical_allreduce  # 76: one for nodes with fast links of their own
 from mesh import Mesh  # 76: point-to-point messages that are counted
 from ranks import RankError, run_ranks, under_torchrun  # 76: N processes, their results, and who is to blame
-from verify import Case, gloo_reference, run_mesh, verify_against_gloo, verify_cases  # 76: next to gloo's own
+from verify import Case, compare, gloo_reference, run_mesh, verify_against_gloo, verify_cases  # 76: next to gloo's own
 from virtual import DeadlockError, VirtualCluster  # 76: N ranks in one process
 
 __all__ = [
@@ -83,17 +87,23 @@ def equals_gloo(claims: demo.Claims, world_size: int, seed: int) -> None:
     claims.check("all results equal gloo's", match, "bit for bit, or within 2 (N-1) eps sum|x| where floats are added")
 
 
+def every_way(claims: demo.Claims, world_size: int, seed: int) -> None:
+    """Each algorithm's all-reduce of random floats, next to gloo's."""
+    tensors, rows, match = inputs("float32", world_size, seed), [], True
+    theirs = gloo_reference("allreduce", world_size, tensors)
+    two_levels = partial(hierarchical_allreduce, node_size=max(1, world_size // 2))
+    for name, allreduce in {**ALGORITHMS, "two levels": two_levels}.items():
+        ours = VirtualCluster(world_size, seed).run(lambda mesh, call=allreduce: call(mesh, tensors[mesh.rank]))
+        equal, gap = compare("allreduce", tensors, ours, theirs)
+        rows, match = [*rows, [name, "same bits" if gap == 0 else f"within {gap:.2g}"]], match and equal
+    demo.table(["all-reduce by", "next to gloo's"], rows, f"every algorithm, float32, N = {world_size}")
+    claims.check("every algorithm's sums equal gloo's", match, "bit for bit, or within 2 (N-1) eps sum|x|")
+
+
 def predicted(op: str, n: int, numel: int) -> tuple[int, int]:
     """Return what the formulas say for `numel` float32 elements a rank: bytes the busiest rank sends, and rounds."""
-    size, depth = 4 * numel, (n - 1).bit_length()  # T, ceil(log2 N)
-    if op == "allreduce":  # rank r sends all but its own chunk, then all but its left neighbour's
-        chunks = [4 * (numel // n + (rank < numel % n)) for rank in range(n)]
-        return max(2 * size - chunks[rank] - chunks[rank - 1] for rank in range(n)) * (n > 1), 2 * (n - 1)
-    return {
-        "reduce_scatter": (size * (n - 1) // n, n - 1),
-        "allgather": (size * (n - 1), n - 1),
-        "broadcast": (size * depth, depth),
-    }[op]
+    cost = (cost_of.ring if op == "allreduce" else cost_of.OTHERS[op])(n, 4 * numel)
+    return cost.sent, cost.rounds
 
 
 def counted(op: str, n: int, numel: int) -> tuple[int, int]:
@@ -223,6 +233,7 @@ def main() -> int:
         return bench(claims, args)
     first_program(claims)
     equals_gloo(claims, args.world_size, args.seed)
+    every_way(claims, args.world_size, args.seed)
     costs(claims)
     deadlock(claims)
     killed(claims, args.world_size)
