@@ -153,7 +153,8 @@ class Mesh:
     def _check_usable(self) -> None:
         if self._port.broken:
             why = self._port.broken  # as the cause, too: so that the launcher sees a victim
-            raise ValueError(f"rank {self.rank}: this mesh cannot be used again after its failure: {why}") from why
+            me = self.members[self.rank]
+            raise ValueError(f"rank {me}: this mesh cannot be used again after its failure: {why}") from why
 
     def _lost(self, peer: int, tag: tuple[int, int], why: str, sending: bool = False) -> MeshTimeout:
         """Mark the mesh as broken and return the error to raise."""

@@ -1,4 +1,4 @@
-"""Meshes: messages, counters, deadlines, sub-meshes; and the same program over every transport."""
+"""Meshes: messages, counters, deadlines, sub-meshes. The same programs over every transport: test_transports.py."""
 
 import math
 import queue
@@ -12,80 +12,9 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import mesh as mesh_module
 import torch
 import torch_mesh
-import wire
-from collectives import PRIMITIVES
-from mesh import Mesh, MeshTimeout, QueueMesh, must_agree
-from ranks import RankError, run_ranks, start_method
+from mesh import MeshTimeout, QueueMesh, must_agree
 from torch_mesh import TorchMesh
 from virtual import VirtualCluster
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.uint16,
-    torch.float8_e4m3fn,
-]
-
-
-def plain(tensor: torch.Tensor):
-    return wire.dtype_name(tensor.dtype), tuple(tensor.shape), wire.tensor_to_bytes(tensor)
-
-
-def everything(mesh: Mesh) -> list:
-    """What a mesh can do, as plain values: the same on every transport, down to the counters."""
-    seen, n = [], mesh.world_size
-    left, right = (mesh.rank - 1) % n, (mesh.rank + 1) % n
-    if n > 1:
-        for dtype in DTYPES:
-            seen.append(plain(mesh.sendrecv(right, (torch.arange(5) + 3 * mesh.rank).to(dtype), left)))
-        base = torch.arange(12.0).view(3, 4) + 100 * mesh.rank
-        for tensor in (base[:, 1], base.t(), base[0, 0], base[:0], base[:, :0], torch.complex(base, base).conj()):
-            seen.append(plain(mesh.sendrecv(right, tensor, left)))
-        for numel in (229, 230, 231, 5000):  # around the size at which TorchMesh sends a payload by itself
-            seen.append(plain(mesh.sendrecv(right, torch.arange(numel).float() + mesh.rank, left)))
-        for tag in (0, 7, 2):  # received in another order
-            mesh.send(right, torch.tensor([tag, mesh.rank]), tag, lone=False)
-        seen += [mesh.recv(left, tag).tolist() for tag in (2, 0, 7)]
-        reused = torch.tensor([mesh.rank])
-        for _ in range(3):  # `send` is buffered, and what one rank sends to another stays in order
-            mesh.send(right, reused, lone=False)
-            reused += 10
-        seen += [mesh.recv(left).item() for _ in range(3)]
-    seen.append(mesh.agree({"rank": mesh.rank, "name": "ü" * 300, "pair": (1, 2)}))
-    half = mesh.split(mesh.rank % 2, key=-mesh.rank)
-    seen += [(half.rank, half.world_size, half.agree(mesh.rank))]
-    for name, collective in PRIMITIVES.items():
-        for each in (mesh, half, half.split(0)):
-            seen.append((name, plain(collective(each, torch.arange(6.0)[: 2 * each.world_size] * (mesh.rank + 1)))))
-    return [seen, str(mesh.counters)]
-
-
-def over_queues_and_gloo(rank, world_size, boxes):
-    return everything(QueueMesh(rank, world_size, boxes)), everything(TorchMesh())
-
-
-class TestTransports(unittest.TestCase):
-    def test_the_same_program_on_every_transport(self):
-        for n in (1, 2, 3):
-            expected = VirtualCluster(n).run(everything)
-            found = run_ranks(over_queues_and_gloo, n, QueueMesh.inboxes(n, start_method("gloo")), timeout=120)
-            for rank in range(n):
-                for transport in (0, 1):
-                    with self.subTest(n=n, rank=rank, transport=("queues", "gloo")[transport]):
-                        self.assertEqual(found[rank][transport], expected[rank])
-
-    def test_a_transport_receives_what_was_sent(self):
-        seen, _ = VirtualCluster(3).run(everything)[0]
-        for dtype, found in zip(DTYPES, seen, strict=False):
-            self.assertEqual(found, plain((torch.arange(5) + 6).to(dtype)))
 
 
 def pair(fn, world_size=2, **options):
@@ -329,38 +258,6 @@ class TestDeadline(unittest.TestCase):
             ):
                 with self.assertRaisesRegex(ValueError, "cannot be used again after its failure: rank 0 waited for"):
                     call()
-
-
-def waits_in_vain(rank, world_size):
-    mesh = TorchMesh()
-    mesh.agree("all are here")
-    if rank == 0:
-        mesh.recv(1)
-    mesh.recv(1 - rank, tag=1)
-
-
-def sends_a_lot(rank, world_size):
-    mesh = TorchMesh()
-    most = 0
-    for step in range(200):
-        got = mesh.sendrecv(1 - rank, torch.full((1000,), step), 1 - rank)
-        most = max(most, len(torch_mesh._in_flight))
-        assert got[0] == got[-1] == step
-    return most
-
-
-class TestGlooMemory(unittest.TestCase):
-    def test_messages_that_have_arrived_are_not_kept(self):
-        for most in run_ranks(sends_a_lot, 2, timeout=120):
-            self.assertLessEqual(most, 2 * torch_mesh._BUFFERED + 2)
-
-
-class TestGlooDeadline(unittest.TestCase):
-    def test_the_error_names_ranks_though_gloos_does_not(self):
-        with self.assertRaises(RankError) as caught:
-            run_ranks(waits_in_vain, 2, collective_timeout=1.0, timeout=60)
-        self.assertRegex(str(caught.exception), r"rank \d waited for a message \(tag \d\) from rank \d: ")
-        self.assertIn("MeshTimeout", str(caught.exception))
 
 
 if __name__ == "__main__":
