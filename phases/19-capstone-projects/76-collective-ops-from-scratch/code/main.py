@@ -198,7 +198,7 @@ def trace(claims: demo.Claims, n: int = 4) -> None:
 def main() -> int:
     """Run the demonstration; return its exit code."""
     parser = demo.parser(__doc__)
-    parser.add_argument("--trace", action="store_true", help="print a ring all-reduce of 4 ranks round by round")
+    parser.add_argument("--trace", action="store_true", help="a ring all-reduce round by round; every message saved")
     drills = ("kill", "stall", "raise", "mismatch", "mismatch-shape", "deadlock")
     parser.add_argument("--drill", choices=drills, help="let a run fail in this way, and explain the report")
     parser.add_argument("--cost", action="store_true", help="fit this machine, predict every algorithm, measure")
@@ -218,7 +218,10 @@ def main() -> int:
         return drill(args.drill, args.world_size)
     claims = demo.Claims()
     if args.trace:
+        from traffic_demo import bill  # 76: every message as a line of JSON, added up
+
         trace(claims)
+        bill(claims, demo.out_dir(args))
         return claims.verdict("LESSON 76, TRACE")
     if args.cost or args.explain or args.cluster is not None:
         from cost_demo import show  # 76: predicted, measured, explained

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -54,8 +55,11 @@ class TestRun(unittest.TestCase):
 
 class TestOptions(unittest.TestCase):
     def test_trace(self):
-        code, out = run("--trace")
+        with tempfile.TemporaryDirectory() as folder:
+            code, out = run("--trace", "--out", folder)
+            self.assertGreater((Path(folder) / "traffic.jsonl").stat().st_size, 10_000)
         self.assertEqual(code, 0, out)
+        self.assertIn("halving                 6 = 6    1,792 = 1,792       1,024 = 1,024", out)
         rows = [line.split() for line in out.splitlines() if re.match(r" +\d ", line)]
         self.assertEqual(len(rows), 6)
         self.assertEqual(rows[0], ["1", "chunk", "1:", "0", "chunk", "2:", "1", "chunk", "3:", "2", "chunk", "0:", "3"])
