@@ -55,7 +55,7 @@ class Listeners:
             for peer in range(rank):
                 connections[peer] = self._socket()
                 self._call(connections[peer], rank, peer, deadline)
-            self._hear(connections, rank, deadline)
+            self._hear(connections, rank, deadline, timeout)
         except BaseException:
             _close(connections.values())
             raise
@@ -71,7 +71,7 @@ class Listeners:
         except OSError as error:
             raise MeshTimeout(f"rank {rank} could not connect to rank {peer}: {error}", peer) from error
 
-    def _hear(self, connections: dict[int, socket.socket], rank: int, deadline: float) -> None:
+    def _hear(self, connections: dict[int, socket.socket], rank: int, deadline: float, timeout: float) -> None:
         """Add the connections of the ranks above. All callers are heard at once: a silent one holds nobody up."""
         expected = {self._hello(peer): peer for peer in range(rank + 1, self.world_size)}
         listener, said = self._sockets[rank], {}  # caller -> what it has said so far
@@ -82,7 +82,8 @@ class Listeners:
                 events = selector.select(_left(deadline))
                 if not events and time.monotonic() >= deadline:
                     peer = min(expected.values())
-                    raise MeshTimeout(f"rank {rank} waited for rank {peer} to connect: it did not in time", peer)
+                    words = f"rank {rank} waited for rank {peer} to connect: it did not in {timeout:g} s"
+                    raise MeshTimeout(words, peer)
                 for caller in [key.fileobj for key, _ in events]:
                     if caller is listener:
                         caller, _ = listener.accept()
