@@ -1,7 +1,7 @@
 """One suite over every transport: the same programs give the same results and the same counters on each of them.
 
-What they must be is what the virtual cluster gives, exactly. Then the deadlines: who waited for whom. What only some
-transports can do wrong is in test_sockets.py and test_slots.py.
+What they must be is what the virtual cluster gives, exactly. Then the deadlines: who waited for whom. What only
+sockets can do wrong is in test_sockets.py.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import shared_mesh
 import torch
 import torch_mesh
 import wire
@@ -362,6 +363,64 @@ class TestUnix(Suite, Deadlines, unittest.TestCase):
 
 class TestSharedMemory(Suite, Deadlines, unittest.TestCase):
     transport = "shared memory"
+
+    def test_a_slot_is_smaller_than_a_header_and_every_wait_blocks(self):
+        for patience in (0, shared_mesh.PATIENCE):  # with 0, only the bells end a wait: none may be lost
+            for slot_bytes, slots in ((128, 1), (1 << 10, 3)):
+                with mock.patch.object(shared_mesh, "PATIENCE", patience), self.subTest(slots=slots, patience=patience):
+                    found = self.run_ranks(run_some, 4, Slots(4, slot_bytes, slots), timeout=60)
+                    self.assertEqual(found, VirtualCluster(4).run(some))
+
+    def test_slots_are_used_once(self):
+        for worker, runs in ((two_meshes, 1), (one_mesh, 2)):  # twice in one rank, and in one run after another
+            slots = Slots(2)
+            for _ in range(runs - 1):
+                run_ranks(worker, 2, slots, backend=None, timeout=60)
+            with self.assertRaisesRegex(RankError, r"rank \d has used these slots before"):
+                run_ranks(worker, 2, slots, backend=None, timeout=60)
+
+    def test_bad_input(self):
+        for slots, words in (
+            ((0,), "world_size must be a whole number of at least 1, got 0"),
+            ((2, 127), "slot_bytes must be a whole number of at least 128, got 127"),
+            ((2, 1e6), "slot_bytes must be a whole number of at least 128, got 1000000.0"),
+            ((2, 128, 0), "slots must be a whole number of at least 1, got 0"),
+            ((2, 128, True), "slots must be a whole number of at least 1, got True"),
+        ):
+            with self.assertRaisesRegex(ValueError, words):
+                Slots(*slots)
+        with self.assertRaisesRegex(ValueError, "the slots are for 2 ranks, there are 3"):
+            SharedMesh(0, 3, Slots(2))
+        with self.assertRaisesRegex(ValueError, "rank must be a rank from 0 to 1, got 2"):
+            SharedMesh(2, 2, Slots(2))
+
+
+class TestWithoutFork(unittest.TestCase):
+    def test_there_are_no_slots(self):
+        with mock.patch.dict(os.environ, RANKS_START_METHOD="spawn"), self.assertRaisesRegex(RuntimeError, "fork"):
+            Slots(2)
+
+
+def one_mesh(rank, world_size, slots):
+    SharedMesh(rank, world_size, slots)
+
+
+def two_meshes(rank, world_size, slots):
+    SharedMesh(rank, world_size, slots), SharedMesh(rank, world_size, slots)
+
+
+def some(mesh: Mesh) -> list:
+    """Small messages, and some larger than all slots together, sent by all before any is received."""
+    found, others = [*pairs(mesh), *in_order(mesh), *facts(mesh)], [r for r in range(mesh.world_size) if r != mesh.rank]
+    half = mesh.split(mesh.rank % 2, key=-mesh.rank)
+    for peer in others:
+        mesh.send(peer, start(mesh, 5003 + peer), 1, lone=False)
+    found += [plain(mesh.recv(peer, 1)) for peer in reversed(others)]
+    return found + [plain(ring_allreduce(each, start(mesh, 1001))) for each in (half, mesh)]
+
+
+def run_some(rank, world_size, name, slots):
+    return some(SharedMesh(rank, world_size, slots, timeout=10.0))
 
 
 class TestGloo(Suite, unittest.TestCase):
