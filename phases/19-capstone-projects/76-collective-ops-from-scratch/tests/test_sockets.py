@@ -114,7 +114,14 @@ class TestSockets(unittest.TestCase):
             self.assertEqual(self.meshes[2].recv(0).item(), step)
             self.meshes[2].send(0, torch.tensor([-step]))
             self.assertEqual(self.meshes[0].recv(2).item(), -step)
+        self.assertEqual(self.meshes[0]._ready(0.0, None), [])  # the end is news once
         self.fails("to take a message .* its connection has ended", 1, self.meshes[0].send, 1, torch.ones(1))
+
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere an end is an end, whatever was not read")
+    def test_an_end_by_force_says_so(self):
+        self.meshes[0].send(1, torch.ones(1))
+        self.end(1)  # without having read it
+        self.fails("from rank 1: its connection has ended: Connection reset by peer", 1, self.recv, 0, 1)
 
     def test_a_send_to_a_rank_that_has_ended(self):
         self.end(1)
@@ -211,7 +218,7 @@ class TestListeners(unittest.TestCase):
     def test_strangers_hold_nobody_up(self):
         for make in self.each():
             made = make(3)
-            strangers = (b"", b"x" * 20, made.secret[:10], made.secret + (7).to_bytes(4, "little"))
+            strangers = (b"", b"x" * 16 + made._hello(2)[16:], made.secret[:10], made._hello(7))
             for rank in range(3):
                 callers = [self.call(made, rank, words) for words in strangers]
                 callers[2].close()
@@ -220,7 +227,7 @@ class TestListeners(unittest.TestCase):
 
     def test_a_rank_is_heard_once(self):
         made = Listeners(2)
-        first, _ = (self.call(made, 0, made.secret + (1).to_bytes(4, "little")) for _ in range(2))
+        first, _ = (self.call(made, 0, made._hello(1)) for _ in range(2))
         connections = made.connect(0, SOON)
         self.assertEqual(list(connections), [1])
         self.assertEqual(connections[1].getpeername(), first.getsockname())
@@ -229,7 +236,7 @@ class TestListeners(unittest.TestCase):
     def test_a_rank_that_does_not_come_is_named(self):
         for make in self.each():
             made = make(4)
-            waiting = self.call(made, 1, made.secret + (2).to_bytes(4, "little"))
+            waiting = self.call(made, 1, made._hello(2))
             words = "rank 1 waited for rank 3 to connect: it did not in 0.05 s"
             with self.assertRaisesRegex(MeshTimeout, words) as caught:
                 made.connect(1, 0.05)
