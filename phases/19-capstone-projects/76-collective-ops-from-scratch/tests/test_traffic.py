@@ -1,6 +1,7 @@
 """Recorded traffic: what the lines add up to is what the counters and the formulas say; bad lines are refused."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -133,7 +134,7 @@ class TestReading(Folder):
         path.write_bytes(good + good + line + b"\n" + good)
         with self.assertRaises(ValueError) as caught:
             read_traffic([path])
-        for word in (f"{path}, line 3: expected a message, found ", *words):
+        for word in (f"{path}, line 3: expected a message, found {line[:80]!r}: ", *words):
             self.assertIn(word, str(caught.exception))
 
     def test_lines_that_are_no_messages(self):
@@ -190,6 +191,18 @@ class TestBill(Folder):
             code, out = self.bill(4)
         self.assertEqual(code, 1, out)
         self.assertIn("FAIL", out)
+
+    def test_a_formula_that_is_wrong_shows(self):
+        honest = traffic_demo.every_collective
+
+        def wrong(*args):
+            found = honest(*args)
+            call, formula = found["reduce"]
+            return found | {"reduce": (call, dataclasses.replace(formula, **{field: getattr(formula, field) + 4}))}
+
+        for field in ("rounds", "sent", "link"):
+            with mock.patch.object(traffic_demo, "every_collective", wrong):
+                self.assertEqual(self.bill(4)[0], 1, field)
 
 
 if __name__ == "__main__":
