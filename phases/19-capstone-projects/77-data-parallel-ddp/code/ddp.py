@@ -7,61 +7,26 @@ bucket down; a full bucket's all-reduce starts at once, while backward goes on w
 import weakref
 from contextlib import contextmanager
 
+import finite
+import notes
 import torch
+from bucket import Bucket
 from comm import TorchComm
-from flat import FlatUnit, broadcast_tensors, plan_units, sync_module, trainable_parameters
+from flat import broadcast_tensors, plan_units, sync_module, trainable_parameters
+from hooks import average, check_hook, hook_name
 from mesh import must_agree
 from torch import nn
 
 FIRST_BUCKET_MB = 1  # a small first bucket starts communication early
 
 
-class Bucket(FlatUnit):
-    """A flat unit of gradients with one flag a parameter at its end, all reduced together.
-
-    A flag is 1 where the rank has a gradient. After the mean it is 0 only if no rank has: so a rank that misses a
-    gradient learns, without another message, whether to take the others' mean or to leave the parameter alone.
-    """
-
-    def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm):
-        super().__init__(named_params, comm, extra=len(named_params))
-        for index, slot in enumerate(self.slots):
-            like = torch.empty_like(slot.param, device="meta")  # a gradient has its parameter's layout (channels_last)
-            self.views[index] = self.grad[slot.start :].as_strided(like.shape, like.stride())
-        self.flags = self.memory[self.padded :]
-        self.start_backward()
-
-    def start_backward(self) -> None:
-        """Expect every parameter's gradient."""
-        self.pending, self.work, self.missing = len(self.slots), None, []
-
-    def launch(self, comm) -> None:
-        """Start this bucket's all-reduce. What has no gradient on this rank goes as zeros, flagged."""
-        self.flags.fill_(1)
-        for index, slot in enumerate(self.slots):
-            if slot.param.grad is None:
-                self.missing.append(index)
-                self.views[index].zero_()
-                self.flags[index] = 0
-            else:
-                self.take_grad(index)
-        self.work = comm.all_reduce(self.memory, op="avg", async_op=True)
-
-    def finish(self) -> None:
-        """Wait; then take the mean for parameters that only other ranks have used."""
-        self.work.wait()
-        for index in self.missing:
-            if self.flags[index] > 0:
-                self.slots[index].param.grad = self.views[index]
-        self.start_backward()
-
-
 class Reducer:
     """Decides when buckets leave: counts gradients down as backward finishes them, launches, and waits at its end."""
 
-    def __init__(self, module: nn.Module, plan: list[list[tuple[str, nn.Parameter]]], comm):
-        self.module, self.comm = module, comm
-        self.buckets = [Bucket(unit, comm) for unit in plan]
+    def __init__(self, module: nn.Module, plan: list, comm, hook=average, check_finite: bool = False):
+        self.module, self.comm, self.check_finite = module, comm, check_finite
+        self.buckets = [Bucket(unit, comm, hook, check_finite) for unit in plan]
+        self.weight = 1.0  # of this rank's gradients in the mean
         self.enabled = True  # off inside no_sync()
         self.armed = False  # there was a forward or a gradient since the last synchronisation
         self._in_backward = False
@@ -103,7 +68,7 @@ class Reducer:
             bucket = self.buckets[self._launched]
             if bucket.pending > 0 and not everything:
                 return
-            bucket.launch(self.comm)
+            bucket.launch(self.weight)
             self._launched += 1
 
     def synchronise(self) -> None:
@@ -116,6 +81,8 @@ class Reducer:
         self.armed, self._in_backward, self._launched = False, False, 0
         if self._has_buffers:
             broadcast_tensors(self.comm, list(self.module.buffers()))
+        if self.check_finite:
+            finite.check_buckets(self.buckets)
 
 
 class DistributedDataParallel(nn.Module):
@@ -124,29 +91,44 @@ class DistributedDataParallel(nn.Module):
     A drop-in for torch's: wrap, call, `loss.backward()`, step with any optimizer. Parameters and buffers begin as rank
     0's, and buffers (BatchNorm's statistics) become rank 0's again at each synchronisation. A gradient that some ranks
     miss counts there as zeros; one that all ranks miss stays None. Only parameters that require a gradient when wrapped
-    take part. Each bucket costs one all-reduce of its gradients plus one element a parameter.
+    take part. Each bucket costs one all-reduce of its gradients, one element a parameter and nine a rank.
 
-    Raises ValueError on every rank, with nothing changed, if `bucket_cap_mb` differs, or the modules do in names, their
+    `samples`: how many rows this rank's gradient is the mean of (default 1, so all ranks weigh the same). `hook`: see
+    hooks.py. `check_finite`: `backward()` raises NonFiniteGradient on every rank if the mean gradient is not finite;
+    catch it, zero the gradients, and the step is skipped everywhere.
+
+    Raises ValueError on every rank, with nothing changed, if a setting differs, or the modules do in names, their
     order, shapes, dtypes, layout, ties or which parameters are frozen.
     """
 
-    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25, comm=None):
+    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25, comm=None, *, hook=average, check_finite=False):
         super().__init__()
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         named = trainable_parameters(module)
+        check_hook(hook, named)
         comm = comm or TorchComm()
-        must_agree(comm, "the size of buckets", {"bucket_cap_mb": bucket_cap_mb})
+        settings = {"bucket_cap_mb": bucket_cap_mb, "hook": hook_name(hook), "check_finite": bool(check_finite)}
+        must_agree(comm, "the settings of DistributedDataParallel", settings)
         sync_module(module, comm)
         cap = bucket_cap_mb * 2**20
         plan = plan_units(named, cap, min(cap, FIRST_BUCKET_MB * 2**20))
         self.module = module
-        self.reducer = Reducer(module, plan, comm.unchecked())  # unchecked: the plan follows from what was agreed
+        self.reducer = Reducer(module, plan, comm.unchecked(), hook, check_finite)  # unchecked: all was agreed
 
     def forward(self, *args, **kwargs):
         """Call the wrapped module."""
         self.reducer.armed |= self.reducer.enabled and torch.is_grad_enabled()
         return self.module(*args, **kwargs)
+
+    @property
+    def samples(self) -> float:
+        """This rank's weight in the mean. Set it before `backward()`; it stays. Only the ratio between ranks counts."""
+        return self.reducer.weight
+
+    @samples.setter
+    def samples(self, number: float) -> None:
+        self.reducer.weight = notes.check_weight(number)
 
     @contextmanager
     def no_sync(self):
@@ -168,3 +150,12 @@ class DistributedDataParallel(nn.Module):
         there.
         """
         self.reducer.synchronise()
+
+    def without_data(self) -> None:
+        """Synchronise as a rank that has no rows in this step: weight 0. In place of forward and backward."""
+        before, self.reducer.weight = self.reducer.weight, 0.0
+        self.reducer.armed = self.reducer.enabled
+        try:
+            self.reducer.synchronise()
+        finally:
+            self.reducer.weight = before

@@ -15,6 +15,7 @@ import tempfile
 from unittest import mock
 
 import comm
+import bucket
 import ddp
 import ddp_bench
 import demo
@@ -48,7 +49,7 @@ def sum_instead_of_mean():
 
 
 def a_bucket_is_skipped():
-    launch = ddp.Bucket.launch
+    launch = bucket.Bucket.launch
 
     def skipping(self, channel):
         if self.slots[0].name == "layers.0.weight":
@@ -56,7 +57,7 @@ def a_bucket_is_skipped():
         else:
             launch(self, channel)
 
-    ddp.Bucket.launch = skipping
+    bucket.Bucket.launch = skipping
 
 
 def models_begin_as_rank_1s():
@@ -69,14 +70,14 @@ def models_are_not_synchronised():
 
 
 def everything_is_sent_twice():
-    launch = ddp.Bucket.launch
+    launch = bucket.Bucket.launch
 
     def twice(self, channel):
         launch(self, channel)
         self.work.wait()
         launch(self, channel)
 
-    ddp.Bucket.launch = twice
+    bucket.Bucket.launch = twice
 
 
 def buckets_wait_for_the_end():
