@@ -148,6 +148,7 @@ class SocketMesh(StreamMesh):
         return self._move(dst, self._sockets[dst].send, data) or 0
 
     def _pull(self, src, memory):
+        """Fill `memory` from the stream from `src` as far as bytes are there; return how many. Note the stream's end."""
         count = self._move(src, self._sockets[src].recv_into, memory)
         if count == 0:  # nothing, though it need not wait: there will never be more
             self._end(src, "its connection has ended")
