@@ -45,7 +45,7 @@ def train(rank: int, world_size: int, steps: int, seed: int = SEED) -> dict:
     """Be one rank: begin with a model of its own seed (the optimizer makes all equal), take `steps` steps."""
     comm = TorchComm()
     module = MiniMLP(seed=seed + rank).to(comm.device)
-    optimizer = ZeroOptimizer(module, world_size, rank, LR, comm=comm)
+    optimizer = ZeroOptimizer(module, world_size, rank, LR, comm=comm, fused=False)  # on a GPU, too: bits are compared
     shard = optimizer.shards[0]
     log = {"losses": [], "grads": [], "params": [gather_flat_params(module)]}
     for step in range(steps):

@@ -16,6 +16,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import shard
 from mesh_comm import MeshComm
 from virtual import VirtualCluster
 
@@ -106,7 +107,7 @@ class TestDemo(unittest.TestCase):
         commands[1] = ["-c", ONE_RANK]
         commands["torchrun"] = [*TORCHRUN, MAIN, "--steps", 3]
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-            commands["sums"] = [changed_copy(folder, "zero.py", MUTANTS["sum instead of mean"][0]), "--steps", 2]
+            commands["sums"] = [changed_copy(folder, *MUTANTS["sum instead of mean"][:2]), "--steps", 2]
             runs = pool.map(lambda command: python(*command), commands.values())
             cls.runs = dict(zip(commands, runs, strict=True))
 
@@ -132,27 +133,57 @@ class TestDemo(unittest.TestCase):
         self.assertIn("drop: 45.0%", self.runs[4].stdout)
 
 
-GATHER = "self.comm.all_gather(unit.data, shard.params)"
-MUTANTS = {  # what a wrong optimizer would do: changes of zero.py, and the claim that must fail
-    "sum instead of mean": ({'op="avg"': 'op="sum"'}, "gradients are the mean over ranks"),
+GATHER = "comm.all_gather(unit.data, shard.params)"
+MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim that must fail
+    "sum instead of mean": (
+        "shard.py",
+        {'unit.grad, op="avg"': 'unit.grad, op="sum"'},
+        "gradients are the mean over ranks",
+    ),
     "no all-gather": (
-        {"            self._gather_parameters()\n        else:": "        else:"},
+        "zero.py",
+        {"            self._gather_parameters()\n": ""},
         "all ranks hold the same bits",
     ),
-    "models not made equal": ({"        sync_module(module, comm)\n": ""}, "all ranks hold the same bits"),
+    "models not made equal": ("zero.py", {"        sync_module(module, comm)\n": ""}, "all ranks hold the same bits"),
     "moments for the whole model": (
+        "shard.py",
         {"torch.zeros_like(self.master), torch": "torch.zeros(unit.padded)[:size], torch"},
         "optimizer bytes a rank are 12 ceil(P/N)",
     ),
-    "moments swapped": ({'"exp_avg": self.exp_avg,': '"exp_avg": self.exp_avg_sq,'}, "moments too"),
-    "moments forgotten": ({"        self.refresh_master()\n": "        self.exp_avg.zero_()\n"}, "torch's Adam on the"),
-    "steps not counted": ({"self.steps += 1": "self.steps = 1"}, "torch's Adam on the same gradients"),
+    "moments swapped": ("shard.py", {'"exp_avg": self.exp_avg,': '"exp_avg": self.exp_avg_sq,'}, "moments too"),
+    "moments forgotten": (
+        "shard.py",
+        {"            self.refresh_master(block)\n": "            self.exp_avg.zero_()\n"},
+        "torch's Adam on the",
+    ),
+    "steps not counted": (
+        "shard.py",
+        {"adam_step(*row, counter.steps": "adam_step(*row, 1"},
+        "torch's Adam on the same gradients",
+    ),
     "a shard of another rank": (
+        "shard.py",
         {"rank * size, (rank + 1) * size": "(world_size - 1 - rank) * size, (world_size - rank) * size"},
         "torch's Adam on the same gradients",
     ),
-    "gathered twice": ({GATHER: f"{GATHER}; {GATHER}"}, "one reduce-scatter and one all-gather a step"),
+    "gathered twice": (
+        "shard.py",
+        {GATHER: f"{GATHER}; {GATHER}"},
+        "one reduce-scatter and one all-gather a step",
+    ),
 }
+
+
+def mutant(file: str, changes: dict[str, str]):
+    """Return the ZeroOptimizer of code in which one file is changed."""
+    modules = {}
+    for name in dict.fromkeys((file, "zero.py")):
+        source = (LESSON / "code" / name).read_text()
+        modules[name] = types.ModuleType(name[:-3])
+        with mock.patch.dict(sys.modules, {"shard": modules.get("shard.py", shard)}):
+            exec(changed(source, changes) if name == file else source, modules[name].__dict__)
+    return modules["zero.py"].ZeroOptimizer
 
 
 class TestMutants(unittest.TestCase):
@@ -163,11 +194,8 @@ class TestMutants(unittest.TestCase):
         self.assertEqual((code, output.count("FAIL")), (0, 0), output)
 
     def test_each_is_caught_by_its_claim(self):
-        source = (LESSON / "code" / "zero.py").read_text()
-        for name, (changes, claim) in MUTANTS.items():
-            module = types.ModuleType("mutant")
-            exec(changed(source, changes), module.__dict__)
-            code, output = run_virtually(module.ZeroOptimizer, "--steps", "3")
+        for name, (file, changes, claim) in MUTANTS.items():
+            code, output = run_virtually(mutant(file, changes), "--steps", "3")
             failed = [line for line in output.splitlines() if line.startswith("FAIL")]
             with self.subTest(name):
                 self.assertEqual(code, 1, output)

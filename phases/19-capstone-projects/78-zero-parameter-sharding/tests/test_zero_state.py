@@ -198,7 +198,7 @@ class TestRoundTrip(unittest.TestCase):
             self.assertEqual(state["layout"], [{"unit": "unit0", "start": start, "end": end, "total": 46}])
             self.assertEqual(state["names"], [["scale", "first.weight", "first.bias", "left.weight"]])
             settings = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-            self.assertEqual(state["settings"], settings)
+            self.assertEqual(state["groups"], [settings | {"params": state["names"][0]}])
             self.assertEqual((state["steps"], state["skipped_steps"]), (2, 1))
             kinds = {name: (t.dtype, t.numel()) for name, t in state["state"]["unit0"].items()}
             held = (torch.float32, end - start)  # without padding
@@ -297,15 +297,16 @@ class TestRefusedStates(unittest.TestCase):
             "the state has parameter second.weight where this model has first.weight": rename,
             "layout must be": shift,
             "KeyError: 'names'": lambda state: state.pop("names") and None,
-            "KeyError: 'settings'": lambda state: state.pop("settings") and None,
+            "KeyError: 'groups'": lambda state: state.pop("groups") and None,
+            "groups must be of": lambda state: state["groups"][0]["params"].pop() and None,
             "state must be": lambda state: state["state"].clear(),
             "exp_avg_sq": drop,
             "AttributeError": lambda state: state["state"]["unit0"].update(master=[1.0]),
             "steps must be a whole number": lambda state: state.update(steps=-1),
             "skipped_steps must be a whole number": lambda state: state.update(skipped_steps=2.0),
-            "lr must be a number": lambda state: state["settings"].update(lr=-1.0),
-            "betas must be two numbers": lambda state: state["settings"].update(betas=None),
-            "KeyError: 'eps'": lambda state: state["settings"].pop("eps") and None,
+            "lr must be a number": lambda state: state["groups"][0].update(lr=-1.0),
+            "betas must be two numbers": lambda state: state["groups"][0].update(betas=None),
+            "KeyError: 'eps'": lambda state: state["groups"][0].pop("eps") and None,
             "TypeError": lambda state: [state],
         }
         for pattern, damage in damages.items():
@@ -328,7 +329,7 @@ class TestRefusedStates(unittest.TestCase):
     def test_ranks_that_bring_different_counts_or_settings(self):
         for key, damage in {
             "steps": lambda state: state.update(steps=7),
-            "settings": lambda state: state["settings"].update(lr=0.5),
+            "groups": lambda state: state["groups"][0].update(lr=0.5),
         }.items():
             message = self.refuse(damage, only=1)
             self.assertRegex(message, f"ranks disagree on the optimizer's state: {key}: rank 0 has .*; rank 1 has")
