@@ -8,12 +8,13 @@ import torch
 from arena import Arena, why_not
 from comm import Comm, TorchComm
 from mesh_comm import MeshComm
+from listeners import FAMILIES, Listeners
 from mesh import QueueMesh
 from ranks import run_ranks, start_method
 from shared_comm import SharedComm
 from shared_mesh import SharedMesh, Slots
 from sidebyside import compare, slowest
-from socket_mesh import FAMILIES, Listeners, SocketMesh
+from socket_mesh import SocketMesh
 from torch_mesh import TorchMesh
 
 SIZES = {"4 KB": 1 << 10, "64 KB": 1 << 14, "1 MB": 1 << 18, "16 MB": 1 << 22, "64 MB": 1 << 24}  # float32 elements

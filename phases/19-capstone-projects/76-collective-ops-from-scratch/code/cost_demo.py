@@ -33,7 +33,8 @@ def transport(name: str | None, world_size: int) -> tuple[str, Callable, object]
     if name == "queues":
         return name, QueueMesh, QueueMesh.inboxes(world_size, start_method(None))
     if name == "sockets":
-        from socket_mesh import Listeners, SocketMesh
+        from listeners import Listeners
+        from socket_mesh import SocketMesh
 
         return name, SocketMesh, Listeners(world_size)
     if reason := why_not():

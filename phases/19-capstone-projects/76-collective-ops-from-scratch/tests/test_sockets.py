@@ -14,11 +14,12 @@ from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
-import socket_mesh
+import listeners
 import torch
+from listeners import FAMILIES, Listeners
 from mesh import MeshTimeout
 from ranks import RankError, run_ranks
-from socket_mesh import FAMILIES, Listeners, SocketMesh
+from socket_mesh import SocketMesh
 
 BIG = torch.arange(1 << 21)  # 16 MB: no connection holds it
 SOON = 10.0  # seconds: a wait that need not be one
@@ -201,10 +202,10 @@ KEPT = {}
 
 
 class TestListeners(unittest.TestCase):
-    def call(self, listeners: Listeners, rank: int, words: bytes) -> socket.socket:
+    def call(self, made: Listeners, rank: int, words: bytes) -> socket.socket:
         """Be somebody who calls a rank and says something."""
-        address = listeners._sockets[rank].getsockname()
-        caller = socket.socket(listeners._sockets[rank].family)
+        address = made._sockets[rank].getsockname()
+        caller = socket.socket(made._sockets[rank].family)
         self.addCleanup(caller.close)
         caller.connect(address)
         caller.sendall(words)
@@ -247,7 +248,7 @@ class TestListeners(unittest.TestCase):
 
     def test_a_rank_whose_address_is_gone_is_named(self):
         made = Listeners(2)
-        with mock.patch.object(socket_mesh.socket.socket, "connect", side_effect=ConnectionRefusedError("refused")):
+        with mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError("refused")):
             with self.assertRaisesRegex(MeshTimeout, "rank 1 could not connect to rank 0: refused") as caught:
                 made.connect(1, SOON)
         self.assertEqual(caught.exception.waited_for, 0)
@@ -257,14 +258,14 @@ class TestListeners(unittest.TestCase):
         with ours, theirs:
             ours.setblocking(False)
             said = bytearray()
-            self.assertFalse(socket_mesh._finished(ours, said, 5))
+            self.assertFalse(listeners._finished(ours, said, 5))
             theirs.sendall(b"abc")
-            self.assertFalse(socket_mesh._finished(ours, said, 5))
+            self.assertFalse(listeners._finished(ours, said, 5))
             theirs.sendall(b"defg")
-            self.assertTrue(socket_mesh._finished(ours, said, 5))
+            self.assertTrue(listeners._finished(ours, said, 5))
             self.assertEqual((bytes(said), ours.recv(9)), (b"abcde", b"fg"))  # the rest is not for us
             theirs.close()
-            self.assertTrue(socket_mesh._finished(ours, bytearray(), 5))
+            self.assertTrue(listeners._finished(ours, bytearray(), 5))
 
     def test_once_in_each_rank_but_again_in_another_run(self):
         for make in self.each():
@@ -308,6 +309,10 @@ class TestListeners(unittest.TestCase):
         for timeout in (0, float("nan"), float("inf"), "5"):
             with self.assertRaisesRegex(ValueError, f"timeout must be a positive number of seconds, got {timeout!r}"):
                 SocketMesh(0, 2, Listeners(2), timeout)
+            with self.assertRaisesRegex(ValueError, f"timeout must be a positive number of seconds, got {timeout!r}"):
+                Listeners(2).connect(0, timeout)
+        with self.assertRaisesRegex(ValueError, "rank must be a rank from 0 to 1, got -1"):
+            Listeners(2).connect(-1, 1.0)
 
 
 if __name__ == "__main__":

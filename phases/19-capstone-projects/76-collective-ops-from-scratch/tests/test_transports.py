@@ -29,13 +29,14 @@ from barrier import barrier
 from collectives import PRIMITIVES, ring_allreduce, ring_in_place
 from halving import halving_allreduce
 from hierarchical import hierarchical_allreduce
+from listeners import FAMILIES, Listeners
 from mesh import MAX_TAG, Mesh, MeshTimeout, QueueMesh
 from mesh_comm import MeshComm
 from nccl_mesh import NcclMesh
 from pipelined import pipelined_broadcast
 from ranks import RankError, run_ranks, start_method
 from shared_mesh import SharedMesh, Slots
-from socket_mesh import FAMILIES, Listeners, SocketMesh
+from socket_mesh import SocketMesh
 from torch_mesh import TorchMesh
 from tree import reduce, tree_allreduce
 from virtual import VirtualCluster
