@@ -54,7 +54,8 @@ def blame(comm: Comm, gradients: list[torch.Tensor]) -> str:
 
     Chunk r of a flat gradient is then the mean on rank r, and its own on every other rank. So a rank that sees bad
     values outside its chunk has them itself. If a mean is bad and nobody else has bad values there, they are of the
-    mean's own rank, or the sum of finite values has overflowed.
+    mean's own rank, or the sum of finite values has overflowed. (If others have them too, a mean's own rank cannot be
+    told from a good one, and is not named.)
     """
     n = comm.world_size
     chunks = zip(*(gradient.chunk(n) for gradient in gradients), strict=True)

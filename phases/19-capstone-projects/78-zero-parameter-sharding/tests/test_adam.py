@@ -5,7 +5,7 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import torch
-from adam import BLOCK, AdamSettings, adam_step
+from adam import BLOCK, AdamSettings, adam_step, fused_adam_steps
 from zero_cases import TorchAdam, known_gradient
 
 LENGTHS = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
@@ -84,6 +84,55 @@ class TestAdamStep(unittest.TestCase):
             param, exp_avg, exp_avg_sq = torch.zeros(3), torch.zeros(3), torch.zeros(3)
             adam_step(param, scale * torch.tensor([1e-2, -1.0, 5.0]), exp_avg, exp_avg_sq, 1, AdamSettings(0.1))
             torch.testing.assert_close(param, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-5, atol=0)
+
+
+class TestFused(unittest.TestCase):
+    """The fused kernel does the same arithmetic in another order: about ten operations, each with a rounding."""
+
+    def step(self, tensors, grad, step, settings, skip=None):
+        columns = [[tensor] for tensor in (tensors[0], grad, *tensors[1:])]
+        fused_adam_steps(*columns, torch.tensor(float(step)), settings, skip)
+
+    def test_from_the_same_state_it_is_within_rounding_of_the_plain_one(self):
+        """The bound: 4 roundings of the parameter, and 16 of a step, which is at most lr / sqrt(1 - beta2) or so."""
+        eps, plain = torch.finfo(torch.float32).eps, start(10_000)
+        settings, largest = AdamSettings(1e-2, weight_decay=0.1), 0.0
+        for step in range(1, 20):
+            grad, fused = known_gradient(10_000, 0, step), [tensor.clone() for tensor in plain]
+            before = plain[0].clone()
+            self.step(fused, grad, step, settings)
+            adam_step(plain[0], grad, *plain[1:], step, settings)
+            moved = (plain[0] - before).abs()
+            gap = (plain[0] - fused[0]).abs()
+            self.assertTrue((gap <= 4 * eps * before.abs() + 16 * eps * moved).all())
+            for one, other, size in zip(plain[1:], fused[1:], (grad.abs(), grad.square()), strict=True):
+                self.assertTrue(((one - other).abs() <= 4 * eps * (one.abs() + size)).all())
+            largest = max(largest, gap.max().item())
+        self.assertGreater(largest, 0.0)  # it is another arithmetic: bits are not compared with it
+
+    def test_it_is_what_torchs_class_does(self):
+        ours, theirs = start(1000), torch.nn.Parameter(start(1000)[0])
+        optimizer = torch.optim.AdamW([theirs], 1e-2, weight_decay=0.1, fused=True)
+        for step in range(1, 5):
+            theirs.grad = known_gradient(1000, 0, step)
+            optimizer.step()
+            self.step(ours, known_gradient(1000, 0, step), step, AdamSettings(1e-2, weight_decay=0.1))
+            self.assertTrue(torch.equal(ours[0], theirs.detach()))
+
+    def test_skip_leaves_everything_as_it_is(self):
+        tensors = start(100)
+        self.step(tensors, known_gradient(100, 0, 1), 1, AdamSettings(1e-2))
+        before = [tensor.clone() for tensor in tensors]
+        self.step(tensors, torch.full((100,), float("nan")), 2, AdamSettings(1e-2, weight_decay=0.1), torch.ones(1))
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)))
+        self.step(tensors, known_gradient(100, 0, 2), 2, AdamSettings(1e-2), torch.zeros(1))
+        self.assertFalse(torch.equal(tensors[0], before[0]))
+
+    def test_a_bf16_gradient_is_widened(self):
+        grad, narrow, wide = known_gradient(100, 0, 0).bfloat16(), start(100), start(100)
+        self.step(narrow, grad, 1, AdamSettings(1e-2))
+        self.step(wide, grad.float(), 1, AdamSettings(1e-2))
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True)))
 
 
 if __name__ == "__main__":

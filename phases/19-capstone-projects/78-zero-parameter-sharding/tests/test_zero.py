@@ -584,6 +584,92 @@ class TestFrozen(unittest.TestCase):
         self.assertEqual(virtual(2, worker), [(torch.tensor(2.0).sqrt().item(), [1.0, 1.0], True)] * 2)
 
 
+class TestFrozenDoesNotTravel(unittest.TestCase):
+    """`Odd`: scale [0, 1), first.weight [1, 16), first.bias [16, 21), left.weight [21, 46)."""
+
+    def sent(self, n, freeze, steps=2):
+        """Train with everything, freeze, train on; returns what a later step sends, of control messages too."""
+
+        def worker(comm):
+            module = Odd(seed=comm.rank)
+            optimizer, params, costs = optimizer_for(module, comm, weight_decay=0.1), [], []
+            for step in range(2 * steps):
+                if step == steps:
+                    freeze(module)
+                before = comm.counters.calls.copy(), comm.counters.bytes.copy(), comm.counters.control_calls
+                put_gradients(module, comm.rank, step)
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                calls, sent = comm.counters.calls - before[0], comm.counters.bytes - before[1]
+                costs.append((dict(calls), dict(sent), comm.counters.control_calls - before[2]))
+                params.append(gather_flat_params(module))
+            return params, costs, optimizer.skipped_steps
+
+        results = virtual(n, worker)
+        for params, costs, skipped in results:
+            self.assertTrue(same(params, results[0][0]))  # whatever travels, all ranks hold the same bits
+            self.assertEqual((costs, skipped), (results[0][1], 0))
+        return results[0][1], results[0][0]
+
+    def test_bytes_are_those_of_what_is_trained(self):
+        cases = {  # frozen: elements that travel, ranges of the unit
+            "first.bias": (41, 2),
+            "left.weight": (21, 1),
+            "scale": (45, 1),
+        }
+        for n in (1, 2, 3, 8):
+            for name, (live, ranges) in cases.items():
+                costs, params = self.sent(n, lambda module, name=name: module.get_parameter(name).requires_grad_(False))
+                with self.subTest(n=n, name=name):
+                    whole = 4 * n * shard_bounds(46, n, 0)[2]
+                    self.assertEqual(costs[1][1], {"reduce_scatter": whole, "all_reduce": 4, "all_gather": whole})
+                    self.assertEqual(costs[2][1], {"all_reduce": 4 * live + 4, "broadcast": 4 * live})
+                    self.assertEqual(costs[2][0]["all_reduce"], ranges + 1)
+                    self.assertEqual([control for _, _, control in costs], [0, 0, 1, 0])  # agreed once, at the change
+                    self.assertFalse(torch.equal(params[-1], params[-2]))
+
+    def test_a_unit_that_is_frozen_as_a_whole_sends_nothing(self):
+        costs, params = self.sent(3, lambda module: module.requires_grad_(False))
+        self.assertEqual(costs[2][1], {"all_reduce": 4})
+        self.assertTrue(torch.equal(params[-1], params[1]))
+
+    def test_what_is_trained_gets_the_bits_that_it_gets_when_nothing_is_frozen(self):
+        def worker(comm, freeze):
+            module = Odd()
+            optimizer = optimizer_for(module, comm)
+            for step in range(4):
+                for param in module.parameters():
+                    param.requires_grad_(True)
+                put_gradients(module, comm.rank, step)
+                module.left.weight.requires_grad_(not (freeze and step in (1, 2)))
+                optimizer.step()
+            slot = next(slot for slot in optimizer.units[0].slots if slot.param is module.left.weight)
+            flat = optimizer.units[0].data
+            return flat[: slot.start].clone(), flat[slot.start : 46].clone()
+
+        for n in (1, 2):  # a reduce-scatter and an all-reduce of 3 ranks may add in another order
+            for frozen, free in zip(virtual(n, worker, True), virtual(n, worker, False), strict=True):
+                self.assertTrue(torch.equal(frozen[0], free[0]))
+                self.assertFalse(torch.equal(frozen[1], free[1]))
+
+    def test_ranks_that_freeze_different_ones_are_refused(self):
+        def worker(comm):
+            module = Odd()
+            optimizer = optimizer_for(module, comm)
+            before = snapshot(module, optimizer)
+            (module.scale, module.first.bias)[comm.rank].requires_grad_(False)
+            put_gradients(module, comm.rank, 0)
+            try:
+                optimizer.step()
+            finally:
+                self.assertTrue(same(before, snapshot(module, optimizer)))
+
+        messages = refusals(2, worker)
+        self.assertEqual(messages[0], messages[1])
+        self.assertIn("ranks disagree on which parameters require a gradient: scale: rank 0 has false", messages[0])
+
+
 class TestClipping(unittest.TestCase):
     def clipped(self, n, norm_type, max_norm, numel=37):
         def worker(comm):

@@ -4,8 +4,6 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
-import json
-
 import torch
 from flat import gather_flat_params
 from torch import nn
@@ -13,6 +11,7 @@ from zero_cases import (
     Flat,
     Odd,
     TorchAdam,
+    copy_of,
     known_gradient,
     optimizer_for,
     put_gradients,
@@ -33,12 +32,6 @@ def train(module, optimizer, steps):
         optimizer.step()
         params.append(gather_flat_params(module))
     return params
-
-
-def copy_of(state):
-    """Copy a state as a file would: tensors cloned, the rest through JSON."""
-    tensors = {unit: {name: t.clone() for name, t in named.items()} for unit, named in state["state"].items()}
-    return json.loads(json.dumps({key: value for key, value in state.items() if key != "state"})) | {"state": tensors}
 
 
 class TestMasters(unittest.TestCase):
@@ -77,6 +70,24 @@ class TestMasters(unittest.TestCase):
             results = virtual(n, worker)
             self.assertTrue(torch.equal(torch.cat([master for master, _ in results])[:11], expected))
             self.assertTrue(all(torch.equal(params, expected.to(BF16)) for _, params in results))
+
+    def test_fused_adam_trains_masters_as_the_plain_one_does(self):
+        """One step from the same state, with bf16 gradients: ten roundings of a step, four of a parameter."""
+
+        def worker(comm, fused):
+            module = Flat(torch.linspace(-1, 1, 200, dtype=BF16))
+            optimizer = optimizer_for(module, comm, weight_decay=0.1, fused=fused)
+            put_gradients(module, 0, 0)
+            optimizer.step()
+            return optimizer.shards[0].master.clone(), gather_flat_params(module)
+
+        eps = torch.finfo(torch.float32).eps
+        for n in (1, 2, 3):
+            plain, fused = virtual(n, worker, False), virtual(n, worker, True)
+            self.assertTrue(all(torch.equal(params, fused[0][1]) for _, params in fused))
+            one, other = (torch.cat([master for master, _ in ranks])[:200] for ranks in (plain, fused))
+            self.assertTrue(((one - other).abs() <= 4 * eps * one.abs() + 16 * eps * 1e-2).all())
+            self.assertTrue(torch.equal(fused[0][1], other.to(BF16)))
 
     def test_resuming_bf16_does_not_lose_the_masters_bits(self):
         """Whichever is loaded first: weights in bf16 must not overwrite masters that are the same, finer."""
