@@ -253,7 +253,7 @@ class Suite:
     """The tests that every transport must pass. A class below names the transport."""
 
     transport: str
-    collective_timeout = 1.0  # seconds
+    collective_timeout, deadline = 1.0, 60.0  # seconds
 
     @classmethod
     def setUpClass(cls):
@@ -261,12 +261,13 @@ class Suite:
             raise unittest.SkipTest(reason)
 
     def run_ranks(self, worker, n, *args, **options):
-        return run_ranks(worker, n, self.transport, *args, backend=TRANSPORTS[self.transport].backend, **options)
+        options |= {"backend": TRANSPORTS[self.transport].backend, "timeout": self.deadline}
+        return run_ranks(worker, n, self.transport, *args, **options)
 
     def test_results_and_counters_are_those_of_the_virtual_cluster(self):
         sizes = range(1, 5) if self.transport != "nccl" else range(1, 1 + min(4, torch.cuda.device_count()))
         for n in sizes:
-            found = self.run_ranks(run_everything, n, TRANSPORTS[self.transport].make(n), timeout=60)
+            found = self.run_ranks(run_everything, n, TRANSPORTS[self.transport].make(n))
             for rank in range(n):
                 for name, seen in expected(n)[rank].items():
                     with self.subTest(n=n, rank=rank, program=name):
@@ -275,7 +276,7 @@ class Suite:
     def test_a_killed_rank_is_named_and_nothing_is_left(self):
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
             with self.assertRaises(RankError) as caught:
-                self.run_ranks(one_is_killed, 2, TRANSPORTS[self.transport].make(2), timeout=60)
+                self.run_ranks(one_is_killed, 2, TRANSPORTS[self.transport].make(2))
             self.assertEqual(os.listdir(folder), [])
         self.assertEqual((caught.exception.rank, caught.exception.exitcode), (1, -signal.SIGKILL))
         self.assertIn("rank 1 was killed by SIGKILL", str(caught.exception))
@@ -283,7 +284,7 @@ class Suite:
     def test_a_circle_of_receives_is_named(self):
         with self.assertRaises(RankError) as caught:
             made = TRANSPORTS[self.transport].make(2)
-            self.run_ranks(all_receive, 2, made, collective_timeout=self.collective_timeout, timeout=60)
+            self.run_ranks(all_receive, 2, made, collective_timeout=self.collective_timeout)
         words = str(caught.exception)
         self.assertRegex(words, r"rank (\d) waited for a message \(tag 3\) from rank (?!\1)\d: ")
         self.assertRegex(words, r"deadlock: rank (0 waited for rank 1 waited for rank 0|1 .* rank 0 .* rank 1)")
@@ -311,7 +312,7 @@ class Deadlines:
 
     def test_who_waited_for_whom_and_no_use_after_that(self):
         n, make = 3, TRANSPORTS[self.transport].make
-        found = self.run_ranks(waits, n, [make(n) for _ in range(4)], self.floods, timeout=60)[0]
+        found = self.run_ranks(waits, n, [make(n) for _ in range(4)], self.floods)[0]
         self.assertEqual(found["recv"], ("rank 0 waited for a message (tag 4) from rank 2: none came in 0.2 s", 2))
         self.assertEqual(found["agree"], ("rank 0 waited for facts from rank 2: none came in 0.2 s", 2))
         self.assertEqual(found["part"], ("rank 0 waited for a message (tag 0) from rank 1: none came in 0.2 s", 1))
@@ -377,7 +378,7 @@ class TestSharedMemory(Suite, Deadlines, unittest.TestCase):
         for patience in (0, shared_mesh.PATIENCE):  # with 0, only the bells end a wait: none may be lost
             for slot_bytes, slots in ((64, 1), (1000, 3)):
                 with mock.patch.object(shared_mesh, "PATIENCE", patience), self.subTest(slots=slots, patience=patience):
-                    found = self.run_ranks(run_some, 4, Slots(4, slot_bytes, slots), timeout=60)
+                    found = self.run_ranks(run_some, 4, Slots(4, slot_bytes, slots))
                     self.assertEqual(found, VirtualCluster(4).run(some))
 
     def test_slots_are_used_once(self):
@@ -441,7 +442,7 @@ class TestGloo(Suite, unittest.TestCase):
 
 
 class TestNccl(Suite, unittest.TestCase):
-    transport, collective_timeout = "nccl", 10.0  # its first messages take longer
+    transport, collective_timeout, deadline = "nccl", 10.0, 300.0  # its first messages take longer
 
 
 def sends_a_lot(rank, world_size):
