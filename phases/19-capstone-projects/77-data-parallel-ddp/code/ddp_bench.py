@@ -6,16 +6,19 @@ from functools import partial
 import demo
 import sidebyside
 import torch
+from arena import Arena, why_not
 from comm import Comm, TorchComm
 from ddp import DistributedDataParallel
-from flat import gather_flat_grads, gather_flat_params
+from flat import flat_param_numel, gather_flat_grads, gather_flat_params
 from naive import flat_sync, naive_sync
 from ranks import run_ranks
+from shared_comm import SharedComm
 from torch import nn
 from toy import MiniMLP, sgd_step
 
 LR = 0.01
-OURS, DEFAULT, TUNED = "ours", "torch DDP, default", "torch DDP, tuned"
+SHARED, OURS = "ours, shared memory", "ours, process group"
+DEFAULT, TUNED = "torch DDP, default", "torch DDP, tuned"
 NAIVE, FLAT = "naive: a call a parameter", "flat: one call"
 LATE, SMALL = "ours, 2 MB buckets after backward", "ours, 2 MB buckets"  # what overlap alone gains
 ALONE = "no communication"  # not the same training: what a step would cost if messages were free
@@ -26,28 +29,42 @@ def mini_mlp() -> nn.Module:
     return MiniMLP()
 
 
-def transformer() -> nn.Module:
-    """Return a transformer encoder of 3.2M parameters, equal on all ranks."""
-    torch.manual_seed(7)
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+def mini_gpt() -> nn.Module:
+    """Return lesson 81's GPT with 10.5M parameters; its input is (batch, seq) of token ids."""
+    from gpt import MiniGPT  # a later lesson's: here only something to train
+
+    return MiniGPT(vocab=1024, dim=320, heads=5, blocks=8, seq=64)
 
 
-MODELS = {  # name: build, shape of a rank's input, pairs, steps timed as one
-    "MiniMLP": (mini_mlp, (8, 16), 21, 20),
-    "transformer": (transformer, (2, 64, 256), 15, 1),  # (batch, seq, dim)
+def rows_of(shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Return numbers (a rank's own) to feed the toy."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+
+def tokens_of(shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    """Return token ids (a rank's own) to feed the GPT."""
+    return torch.randint(1024, shape, generator=torch.Generator().manual_seed(rank))
+
+
+MODELS = {  # name: build, input, shape of a rank's input, pairs, steps timed as one
+    "MiniMLP": (mini_mlp, rows_of, (8, 16), 21, 20),
+    "MiniGPT": (mini_gpt, tokens_of, (4, 64), 9, 1),  # (batch, seq)
 }
-TARGETS = {DEFAULT: 0.95, NAIVE: 1.2}  # on gloo, with either model: how many times as fast as that row ours must be
+TARGETS = {  # on CPUs: (ours, row): {model: how many times as fast as that row ours must be}
+    (SHARED, DEFAULT): {"MiniMLP": 2.0, "MiniGPT": 1.1},
+    (OURS, DEFAULT): {"MiniMLP": 0.95, "MiniGPT": 0.95},
+    (OURS, NAIVE): {"MiniMLP": 1.2, "MiniGPT": 1.2},
+}
 
 
-def variants(build: Callable, x: torch.Tensor, comm: Comm) -> dict[str, tuple[nn.Module, Callable]]:
+def variants(build: Callable, x: torch.Tensor, comm: Comm, shared: Comm | None) -> dict[str, tuple]:
     """Return {name: (module, step)}. A step is forward, backward and synchronisation on this rank's `x`, then SGD."""
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
     unchecked = comm.unchecked()  # ours runs without checks too: compare like with like
 
-    def ours(module, bucket_cap_mb=25):
-        return DistributedDataParallel(module, bucket_cap_mb, comm)
+    def ours(module, bucket_cap_mb=25, through=comm):
+        return DistributedDataParallel(module, bucket_cap_mb, through)
 
     def tuned(module):
         return TorchDDP(module, gradient_as_bucket_view=True, static_graph=True)
@@ -81,7 +98,7 @@ def variants(build: Callable, x: torch.Tensor, comm: Comm) -> dict[str, tuple[nn
 
         return module, step
 
-    return {
+    found = {
         OURS: make(ours, backward),
         DEFAULT: make(TorchDDP, backward),
         TUNED: make(tuned, backward),
@@ -91,6 +108,7 @@ def variants(build: Callable, x: torch.Tensor, comm: Comm) -> dict[str, tuple[nn
         SMALL: make(partial(ours, bucket_cap_mb=2), backward),
         ALONE: make(bare, backward),
     }
+    return found if shared is None else {SHARED: make(partial(ours, through=shared), backward)} | found
 
 
 def exact_step(module: nn.Module, x: torch.Tensor, comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,27 +133,40 @@ def counted(step: Callable, comm: Comm, control: list[int]) -> None:
     control.append(comm.counters.control_calls - before)
 
 
-def measure(rank: int, world_size: int, models: dict) -> dict[str, dict]:
+def heap_for(models: dict, world_size: int) -> Arena | None:
+    """Make the shared memory in which the gradients of every model have room; None where ranks cannot share any."""
+    if why_not():
+        return None
+    numel = sum(flat_param_numel(build()) for build, *_ in models.values())
+    return Arena(world_size, heap_bytes=(4 * numel + (4 << 20)) // 64 * 64)  # and flags, notes, alignment
+
+
+def measure(rank: int, world_size: int, models: dict, arena: Arena | None) -> dict[str, dict]:
     """Be one rank of the comparison: {model: its rows, and what was checked on the way}."""
     comm = TorchComm()
-    return {name: compare(comm, *settings) for name, settings in models.items()}
+    shared = None if arena is None else SharedComm(arena, comm)
+    return {name: compare(comm, shared, *settings) for name, settings in models.items()}
 
 
-def compare(comm: Comm, build: Callable, shape: tuple[int, ...], pairs: int, repeats: int) -> dict:
+def compare(comm: Comm, shared: Comm | None, build, feed, shape: tuple[int, ...], pairs: int, repeats: int) -> dict:
     """Let every contender take one step and check it, then time them all, interleaved."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
+    x = feed(shape, comm.rank).to(comm.device)
     exact, bound = exact_step(build().to(comm.device), x, comm)
-    contenders, after, control = variants(build, x, comm), {}, []
+    contenders, after, control, times = variants(build, x, comm, shared), {}, [], {}
     for name, (module, step) in contenders.items():
         step()
         after[name] = gather_flat_params(module)
     del after[ALONE]
-    timed = {
-        name: partial(sidebyside.slowest, partial(counted, step, comm, control), comm, repeats)
-        for name, (_, step) in contenders.items()
-    }
+
+    def timed(name: str, step: Callable) -> float:
+        seconds = sidebyside.slowest(partial(counted, step, comm, control), comm, repeats)
+        times.setdefault(name, []).append(seconds)
+        return seconds
+
+    runs = {name: partial(timed, name, step) for name, (_, step) in contenders.items()}
+    sidebyside.compare(runs, pairs, warmup=3)
     return {
-        "rows": sidebyside.compare(timed, pairs, warmup=3),
+        "times": {name: each[-pairs:] for name, each in times.items()},
         "numel": exact.numel(),
         "within": all(bool(((params - exact).abs() <= bound).all()) for params in after.values()),
         "equal": all(torch.equal(params, after[OURS]) for params in after.values()),
@@ -143,20 +174,28 @@ def compare(comm: Comm, build: Callable, shape: tuple[int, ...], pairs: int, rep
     }
 
 
-def report(claims: demo.Claims, title: str, model: str, found: list[dict], targets: dict[str, float]) -> None:
+def report(claims: demo.Claims, title: str, model: str, found: list[dict], targets: dict) -> None:
     """Print one model's rows, and check the claims about them. `found` holds what each rank found."""
-    rows = {row.name: row for row in found[0]["rows"]}
-    cells = [[row.name, row.seconds * 1e3, row.ratio, f"{row.low:.2f} to {row.high:.2f}"] for row in rows.values()]
-    demo.table(["", "ms a step", "ours is x times as fast", "95% interval"], cells, title)
+    times = found[0]["times"]
+    columns, cells = ["", "ms a step"], [[name] for name in times]
+    for ours in (name for name in (SHARED, OURS) if name in times):
+        columns += [f"/ {ours}", "95% interval"]
+        for row, name in zip(cells, times, strict=True):
+            result = sidebyside.summary(name, times[name], times[ours])
+            row += [result.seconds * 1e3] if len(row) == 1 else []
+            row += [f"{result.ratio:.2f}", f"{result.low:.2f} to {result.high:.2f}"]
+    demo.table(columns, cells, title)
     demo.say()
     claims.check(f"{model}: each row's first step is the exact one, within its bound", all(f["within"] for f in found))
     if len(found) <= 2:
         claims.check(f"{model}: after it all rows hold the same bits", all(f["equal"] for f in found))
     claims.check(f"{model}: no rank sent a check before a call while timed", all(f["checks"] == 0 for f in found))
-    for name, target in targets.items():
-        row = rows[name]
-        detail = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
-        claims.check(f"{model}: ours is at least {target} times as fast as row {name!r}", row.high >= target, detail)
+    for (ours, theirs), target in targets.items():
+        if ours in times:
+            row = sidebyside.summary(theirs, times[theirs], times[ours])
+            claim = f"{model}: row {ours!r} is at least {target[model]} times as fast as row {theirs!r}"
+            detail = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
+            claims.check(claim, row.high >= target[model], detail)
 
 
 def bench(args) -> int:
@@ -165,15 +204,14 @@ def bench(args) -> int:
     A target is missed only if the whole interval is below it. On NCCL there are rows, but no targets: these models are
     small for a GPU.
     """
-    claims, targets = demo.Claims(), TARGETS if args.backend == "gloo" else {}
-    found = run_ranks(measure, args.world_size, MODELS, backend=args.backend)
-    for model, (_, _, pairs, repeats) in MODELS.items():
+    cpu = args.backend == "gloo"
+    claims, targets = demo.Claims(), TARGETS if cpu else {}
+    arena = heap_for(MODELS, args.world_size) if cpu else None
+    if cpu and arena is None:
+        demo.say(f"shared memory is left out: {why_not()}")
+    found = run_ranks(measure, args.world_size, MODELS, arena, backend=args.backend)
+    for model, (*_, pairs, repeats) in MODELS.items():
         where = f"{found[0][model]['numel']:,} parameters, {args.world_size} ranks, {args.backend}"
-        report(
-            claims,
-            f"{model}, {where}: {pairs} pairs of {repeats} step(s)",
-            model,
-            [each[model] for each in found],
-            targets,
-        )
+        title = f"{model}, {where}: {pairs} pairs of {repeats} step(s)"
+        report(claims, title, model, [each[model] for each in found], targets)
     return claims.verdict("DDP beside torch's own: the same training, timed")
