@@ -1,8 +1,7 @@
-"""`Shard`: this rank's part of a flat unit, and the two collectives that connect it with the other ranks' parts."""
+"""`Shard`: this rank's part of a flat unit: the optimizer state of its elements, and their update."""
 
 import torch
 from adam import BLOCK, AdamSettings, adam_step, fused_adam_steps
-from comm import Comm
 from counter import StepCounter
 from flat import FlatUnit
 
@@ -73,45 +72,3 @@ class Shard:
                     for row in zip(*columns, strict=True):
                         adam_step(*row, counter.steps, chosen)
             self.params[block].copy_(self.master[block])
-
-
-def live_ranges(unit: FlatUnit) -> list[tuple[int, int]]:
-    """Return (start, end) of what requires a gradient now, neighbours joined: what has to travel."""
-    ranges: list[tuple[int, int]] = []
-    for slot in unit.slots:
-        if slot.param.requires_grad:
-            start = ranges.pop()[0] if ranges and ranges[-1][1] == slot.start else slot.start
-            ranges.append((start, slot.end))
-    return ranges
-
-
-def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
-    """Make `shard.grad` the mean over ranks. The rest of `unit.grad` keeps this rank's own gradient.
-
-    One reduce-scatter; if a part of the unit is frozen, an all-reduce of each range that is not: equal chunks for all
-    ranks, which a reduce-scatter needs, would be those of the whole unit.
-    """
-    ranges = live_ranges(unit)
-    if ranges == [(0, unit.numel)]:
-        comm.reduce_scatter(shard.grad, unit.grad, op="avg")
-        return
-    for start, end in ranges:
-        mean = unit.grad[start:end].clone()
-        comm.all_reduce(mean, op="avg")
-        a, b = max(start, shard.start), min(end, shard.end)
-        if a < b:
-            unit.grad[a:b] = mean[a - start : b - start]
-
-
-def gather_from_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
-    """Fill `unit.data` with what every rank has updated: one all-gather, or a broadcast of each range that is live."""
-    ranges = live_ranges(unit)
-    if ranges == [(0, unit.numel)]:
-        comm.all_gather(unit.data, shard.params)
-        return
-    size = shard.end - shard.start
-    for owner in range(comm.world_size):
-        for start, end in ranges:
-            a, b = max(start, owner * size), min(end, (owner + 1) * size)
-            if a < b:
-                comm.broadcast(unit.data[a:b], src=owner)

@@ -15,7 +15,8 @@ from flat import FlatUnit, plan_units, sync_module, trainable_parameters
 from groups import group_facts, split_groups
 from memory import check_whole, live_bytes, logical_bytes
 from mesh import must_agree
-from shard import Shard, gather_from_shards, reduce_to_shards
+from routes import gather_from_shards, reduce_to_shards
+from shard import Shard
 from torch import nn
 
 log = logging.getLogger(__name__)

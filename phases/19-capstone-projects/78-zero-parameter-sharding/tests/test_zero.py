@@ -4,6 +4,9 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+from unittest import mock
+
+import routes
 import torch
 from comm import TorchComm
 from flat import gather_flat_grads, gather_flat_params
@@ -161,6 +164,20 @@ def over_gloo(rank, world_size):
     }
 
 
+def in_pieces(rank, world_size, size):
+    """Train over gloo with units that are larger than a piece; then rank 1 has a NaN."""
+    with mock.patch.object(routes, "PIECE", size):
+        module, comm = Odd(), TorchComm()
+        log = train_odd(comm, {})
+        optimizer = optimizer_for(module, comm)
+        optimizer.counter.restore(STEPS, 0)
+        put_gradients(module, rank, 0)
+        if rank == 1:
+            module.scale.grad.fill_(float("nan"))
+        optimizer.step()
+        return log | {"skipped": optimizer.last_skip}
+
+
 def wrong_world_size(rank, world_size, comm):
     """Return what a wrong world size is told."""
     try:
@@ -175,6 +192,21 @@ class TestOverGloo(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.logs = run_ranks(over_gloo, 3, timeout=60)
+
+    def test_large_units_go_in_pieces(self):
+        """A piece of 48 bytes makes 46 elements a large unit: four all-reduces of gradients and one of the flag."""
+        logs = run_ranks(in_pieces, 3, 48, timeout=60)
+        theirs = TorchAdam(logs[0]["params"][0])
+        for step in range(STEPS):
+            mean, bound = mean_and_bound([log["own"][step] for log in logs])
+            ours = mean_gradient(logs, step)
+            self.assertTrue(((ours.double() - mean).abs() <= bound).all())
+            self.assertTrue(torch.equal(theirs.step(ours), logs[0]["params"][step + 1]))
+        for log in logs:
+            self.assertTrue(same(log["params"], logs[0]["params"]))
+            calls, sent = {"all_reduce": 4 + 1, "broadcast": 3}, {"all_reduce": 4 * 46 + 4, "broadcast": 4 * 46}
+            self.assertEqual(log["costs"], [(calls, sent, 0)] * STEPS)
+            self.assertEqual(log["skipped"], "step 6: the gradient of rank 1 is not finite")
 
     def test_bits_mean_adam_and_costs(self):
         for name, settings in (("adam", {}), ("adamw", DECAY)):

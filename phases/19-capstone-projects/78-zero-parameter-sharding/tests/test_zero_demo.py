@@ -16,7 +16,6 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-import shard
 from mesh_comm import MeshComm
 from virtual import VirtualCluster
 
@@ -136,7 +135,7 @@ class TestDemo(unittest.TestCase):
 GATHER = "comm.all_gather(unit.data, shard.params)"
 MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim that must fail
     "sum instead of mean": (
-        "shard.py",
+        "routes.py",
         {'unit.grad, op="avg"': 'unit.grad, op="sum"'},
         "gradients are the mean over ranks",
     ),
@@ -168,7 +167,7 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
         "torch's Adam on the same gradients",
     ),
     "gathered twice": (
-        "shard.py",
+        "routes.py",
         {GATHER: f"{GATHER}; {GATHER}"},
         "one reduce-scatter and one all-gather a step",
     ),
@@ -181,7 +180,7 @@ def mutant(file: str, changes: dict[str, str]):
     for name in dict.fromkeys((file, "zero.py")):
         source = (LESSON / "code" / name).read_text()
         modules[name] = types.ModuleType(name[:-3])
-        with mock.patch.dict(sys.modules, {"shard": modules.get("shard.py", shard)}):
+        with mock.patch.dict(sys.modules, {each[:-3]: module for each, module in modules.items()}):
             exec(changed(source, changes) if name == file else source, modules[name].__dict__)
     return modules["zero.py"].ZeroOptimizer
 

@@ -1,0 +1,74 @@
+"""How gradients come to the shards and parameters come back: which collectives, for which part of a flat unit.
+
+The rule is one reduce-scatter and one all-gather. Where a part is frozen, only the rest travels. And gloo carries large
+units faster in another way, with the same result.
+"""
+
+import itertools
+
+from comm import Comm, TorchComm
+from flat import FlatUnit
+from shard import Shard
+
+PIECE = 1 << 22  # bytes
+
+
+def live_ranges(unit: FlatUnit) -> list[tuple[int, int]]:
+    """Return (start, end) of what requires a gradient now, neighbours joined: what has to travel."""
+    ranges: list[tuple[int, int]] = []
+    for slot in unit.slots:
+        if slot.param.requires_grad:
+            start = ranges.pop()[0] if ranges and ranges[-1][1] == slot.start else slot.start
+            ranges.append((start, slot.end))
+    return ranges
+
+
+def goes_whole(comm: Comm, unit: FlatUnit) -> bool:
+    """Return whether one reduce-scatter and one all-gather carry this unit.
+
+    Not if a part of it is frozen: both need equal chunks for all ranks, which are those of the whole unit. Nor over
+    gloo if it is larger than a piece: measured with 2 and 4 ranks on one machine, gloo's all-reduces of 4 MB take from
+    the time of its reduce-scatter (which first copies all of its input) down to half of it, and a broadcast from each
+    rank a half of its all-gather.
+    """
+    over_gloo = isinstance(comm, TorchComm) and comm.device.type == "cpu"
+    large = unit.padded * unit.data.element_size() > PIECE
+    return live_ranges(unit) == [(0, unit.numel)] and not (over_gloo and large)
+
+
+def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
+    """Make `shard.grad` the mean over ranks. The rest of `unit.grad` keeps this rank's own gradient."""
+    if goes_whole(comm, unit):
+        comm.reduce_scatter(shard.grad, unit.grad, op="avg")
+        return
+    step, on_the_way = PIECE // unit.grad.element_size(), None
+    pieces = [(a, min(a + step, end)) for start, end in live_ranges(unit) for a in range(start, end, step)]
+    for start, end in pieces:
+        mean = unit.grad[start:end].clone()
+        work = comm.all_reduce(mean, op="avg", async_op=True)
+        _take(on_the_way, unit, shard)  # while this piece travels
+        on_the_way = work, mean, start, end
+    _take(on_the_way, unit, shard)
+
+
+def _take(arriving, unit: FlatUnit, shard: Shard) -> None:
+    if arriving is not None:
+        work, mean, start, end = arriving
+        work.wait()
+        a, b = max(start, shard.start), min(end, shard.end)
+        if a < b:
+            unit.grad[a:b] = mean[a - start : b - start]
+
+
+def gather_from_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
+    """Fill the live part of `unit.data` with what every rank has updated."""
+    if goes_whole(comm, unit):
+        comm.all_gather(unit.data, shard.params)
+        return
+    size, works = shard.end - shard.start, []
+    for owner, (start, end) in itertools.product(range(comm.world_size), live_ranges(unit)):
+        a, b = max(start, owner * size), min(end, (owner + 1) * size)
+        if a < b:
+            works.append(comm.broadcast(unit.data[a:b], src=owner, async_op=True))
+    for work in works:
+        work.wait()
