@@ -11,6 +11,7 @@ from comm import TorchComm  # 76: the interface to torch.distributed, and to our
 from mesh_comm import MeshComm  # 76: the same over a mesh
 from ddp import DistributedDataParallel  # 77: buckets, hooks, one all-reduce a bucket
 from ddp_bench import bench  # 77: against torch's own, for --bench
+from ddp_deeper import deeper  # 77: uneven data, bf16, NaN, experiments, for --deeper
 from flat import (  # 77: flat buffers, and the comparison of models
     flat_param_numel,
     gather_flat_grads,
@@ -19,6 +20,7 @@ from flat import (  # 77: flat buffers, and the comparison of models
     sync_module,
 )
 from ranks import run_ranks  # 76: N processes and their results
+from timeline import trace  # 77: four ways to the same mean, as a picture, for --trace
 from torch_mesh import TorchMesh  # 76: our collectives over a process group
 from toy import SEED, MiniMLP, global_batch, rank_slice, sgd_step  # 77: the model and data of this demonstration
 
@@ -184,9 +186,14 @@ def main() -> int:
     parser = demo.parser(__doc__)
     parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (default: 5)")
     parser.add_argument("--collectives", choices=["torch", "ours"], default="torch", help="ours: lesson 76's functions")
+    parser.add_argument("--trace", action="store_true", help="four ways to the same mean: counted, and as a picture")
+    parser.add_argument("--deeper", action="store_true", help="uneven data, bf16 on the wire, NaN, and experiments")
     args = demo.parse(parser, lesson=77)
-    if args.bench:
-        return bench(args)
+    if (args.trace or args.deeper) and args.backend != "gloo":
+        parser.error("--trace and --deeper run on CPU ranks: leave --backend nccl out")
+    for chosen, other in ((args.bench, bench), (args.trace, trace), (args.deeper, deeper)):
+        if chosen:
+            return other(args)
     claims = demo.Claims()
     device = "cuda" if (args.backend, args.collectives) == ("nccl", "torch") else "cpu"  # ours work on CPU tensors
     logs = run_ranks(train, args.world_size, args.steps, args.collectives, args.seed, backend=args.backend)
