@@ -74,12 +74,8 @@ class SharedComm(Comm):
         return self.comm.exchange(sends, recvs).wait
 
     def _all_reduce(self, x, op):
-        place = self._place(x)
-        if self.checks:  # ranks that took different ways would wait for each other, or sum what lies elsewhere
-            must_agree(self, "where the tensor lives", {"place in the heap": place})
-        if place is not None:
-            size = x.numel() * x.element_size()
-            self._reduce_in_place([plain.reals(heap[place : place + size].view(x.dtype)) for heap in self._heaps], op)
+        if shared := self._everyones(x):
+            self._reduce_in_place([plain.reals(each) for each in shared], op)
             return
         work = plain.flat(x)
         self._reduce_through_windows(plain.reals(work), op)
@@ -158,6 +154,14 @@ class SharedComm(Comm):
         flat, work = plain.reals(plain.flat(x)), plain.flat(out)
         target = plain.reals(work)
         size = target.numel()
+        if shared := self._everyones(x):
+            self._barrier()  # all have their values in place
+            first, parts = self.rank * size, [plain.reals(each) for each in shared]
+            for a, b, order in self._orders(flat, first, first + size):
+                self._combine([part[a:b] for part in parts], order, op, target[a - first : b - first])
+            self._barrier()  # nobody reads this rank's memory any more
+            plain.fill(out, work)
+            return
         for start, end, slots in self._segments(target, share=self.world_size):
             width = end - start
             for rank in range(self.world_size):
@@ -174,6 +178,15 @@ class SharedComm(Comm):
 
     def _all_gather(self, out, x):
         flat, target = plain.flat(x), plain.flat(out)
+        if shared := self._everyones(out):
+            size = flat.numel()
+            plain.fill(target[self.rank * size : (self.rank + 1) * size], flat)
+            self._barrier()  # all have their part in place
+            for rank, theirs in enumerate(shared):
+                if rank != self.rank:
+                    target[rank * size : (rank + 1) * size].copy_(theirs[rank * size : (rank + 1) * size])
+            self._barrier()  # nobody reads this rank's memory any more
+            return
         for start, end, slots in self._segments(flat):
             slots[self.rank].copy_(flat[start:end])
             self._barrier()
@@ -202,6 +215,14 @@ class SharedComm(Comm):
             end = min(start + step, flat.numel())
             index, width = next(self._turn), (end - start) * share
             yield start, end, [self.arena.window(r, index, flat.dtype)[:width] for r in range(self.world_size)]
+
+    def _everyones(self, x) -> list[torch.Tensor] | None:
+        """Return all ranks' memory at x's place in the heap, 1-d, in rank order; None if x does not live there."""
+        place = self._place(x)
+        if self.checks:  # ranks that took different ways would wait for each other, or read what lies elsewhere
+            must_agree(self, "where the tensor lives", {"place in the heap": place})
+        size = x.numel() * x.element_size()
+        return None if place is None else [heap[place : place + size].view(x.dtype) for heap in self._heaps]
 
     def _place(self, x) -> int | None:
         """Return the byte at which x begins in this rank's heap; None if it lives elsewhere, or is not contiguous."""

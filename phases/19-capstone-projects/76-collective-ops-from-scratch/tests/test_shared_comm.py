@@ -52,10 +52,22 @@ def same_as_gloo(rank: int, world_size: int, arena: Arena) -> list[str]:
             own = wide.chunk(world_size)[rank] if numel else wide
             ours.reduce_scatter(own, wide)
             compare(f"reduce_scatter into x's own slice {where}", a, own)
+            shared = ours.empty(wide.numel(), dtype).copy_(kept)
+            own = shared.chunk(world_size)[rank] if numel else shared
+            ours.reduce_scatter(b.zero_(), shared)
+            compare(f"reduce_scatter of the heap {where}", a, b)
+            compare(f"reduce_scatter of the heap left its input alone {where}", kept, shared)
+            ours.reduce_scatter(own, shared)
+            compare(f"reduce_scatter into the heap {where}", a, own)
             a, b = torch.empty_like(kept), torch.empty_like(kept)
             gloo.all_gather(a, x)
             ours.all_gather(b, x)
             compare(f"all_gather {where}", a, b)
+            ours.all_gather(shared, x)
+            compare(f"all_gather into the heap {where}", a, shared)
+            own.copy_(shared.zero_()[: len(own)]).copy_(x)
+            ours.all_gather(shared, own)
+            compare(f"all_gather from x's own slice of the heap {where}", a, shared)
             for src in {0, world_size - 1}:
                 a, b = x.clone(), x.clone()
                 gloo.broadcast(a, src)
@@ -89,6 +101,8 @@ def cost(rank: int, world_size: int, arena: Arena) -> tuple:
         lambda: ours.all_reduce(torch.ones(4096)),  # 16 KB through windows of 4 KB: 4 segments
         lambda: ours.all_reduce(ours.empty(4096, torch.float32).zero_()),
         lambda: ours.all_gather(torch.empty(4096 * world_size), torch.ones(4096)),
+        lambda: ours.all_gather(ours.empty(4096 * world_size, torch.float32), torch.ones(4096)),
+        lambda: ours.reduce_scatter(torch.empty(4096), ours.empty(4096 * world_size, torch.float32).zero_()),
         lambda: ours.broadcast(torch.ones(4096)),
     ):
         call()
@@ -171,7 +185,7 @@ class TestSharedComm(unittest.TestCase):
     def test_every_bit_is_gloos(self):
         for n in range(1, 6):
             with self.subTest(world_size=n):
-                found = run_ranks(same_as_gloo, n, Arena(n, heap_bytes=1 << 21, window_bytes=4096), timeout=100)
+                found = run_ranks(same_as_gloo, n, Arena(n, heap_bytes=1 << 23, window_bytes=4096), timeout=100)
                 self.assertEqual([wrong for each in found for wrong in each], [])
 
     def test_every_bit_is_gloos_in_large_tensors(self):
@@ -179,10 +193,11 @@ class TestSharedComm(unittest.TestCase):
             self.assertEqual(run_ranks(large, n, Arena(n), timeout=100), [[True, True]] * n)
 
     def test_cost(self):
-        for counts, calls, sent in run_ranks(cost, 3, Arena(3, heap_bytes=1 << 16, window_bytes=4096), timeout=60):
-            self.assertEqual(counts, [4 + 1, 3, 4, 4])
-            self.assertEqual(calls, {"all_reduce": 2, "all_gather": 1, "broadcast": 1})
-            self.assertEqual(sent, {"all_reduce": 2 * 16384, "all_gather": 3 * 16384, "broadcast": 16384})
+        for counts, calls, sent in run_ranks(cost, 3, Arena(3, heap_bytes=1 << 17, window_bytes=4096), timeout=60):
+            self.assertEqual(counts, [4 + 1, 3, 4, 2, 2, 4])
+            self.assertEqual(calls, {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 1, "broadcast": 1})
+            expected = {"all_reduce": 2 * 16384, "all_gather": 6 * 16384, "reduce_scatter": 3 * 16384}
+            self.assertEqual(sent, expected | {"broadcast": 16384})
 
     def test_messages_facts_and_groups_go_through_the_process_group(self):
         found = run_ranks(through_other, 4, Arena(4), timeout=60)
