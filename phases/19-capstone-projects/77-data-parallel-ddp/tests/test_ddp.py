@@ -10,6 +10,7 @@ import gc
 import torch
 from ddp import DistributedDataParallel
 from ddp_cases import (
+    EPS,
     Branches,
     Everything,
     ThreeLayers,
@@ -78,6 +79,25 @@ class TestEquivalence(unittest.TestCase):
                             continue
                         mean, bound = mean_and_bound([each[name] for each in per_rank])
                         self.assertLessEqual(((found.double() - mean).abs() - bound).max().item(), 0)
+
+    def test_sgd_within_the_derived_bound(self):
+        trained = [name for name, p in Everything().named_parameters() if p.requires_grad]
+        for (n, cap), logs in self.runs.items():
+            for step in range(STEPS):
+                before, after = Everything(), Everything()
+                scatter_flat_to_params(before, logs[0]["params"][step])
+                scatter_flat_to_params(after, logs[0]["params"][step + 1])
+                before, after = dict(before.named_parameters()), dict(after.named_parameters())
+                per_rank = alone(Everything, logs[0]["params"][step], step, n)
+                for name in before:
+                    with self.subTest(n=n, cap=cap, step=step, name=name):
+                        if name not in trained:
+                            self.assertTrue(torch.equal(before[name], after[name]))
+                            continue
+                        mean, bound = mean_and_bound([each[name] for each in per_rank])
+                        exact = before[name].double() - LR * mean
+                        bound = LR * bound + 2 * EPS * (before[name].double().abs() + LR * mean.abs())
+                        self.assertLessEqual(((after[name].double() - exact).abs() - bound).max().item(), 0)
 
     def test_all_ranks_hold_the_same_bits_at_every_step(self):
         for key, logs in self.runs.items():

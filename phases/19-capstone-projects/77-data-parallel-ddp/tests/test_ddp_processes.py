@@ -51,6 +51,43 @@ def ours_and_theirs(rank, world_size, with_torch):
     return logs, comm.counters.calls["all_reduce"], comm.counters.control_calls
 
 
+class Mixed(nn.Module):
+    """Layers of three dtypes, one of them tied, so buckets of three dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.first = nn.Linear(5, 5)
+            self.narrow = nn.Linear(5, 5).bfloat16()
+            self.wide = nn.Linear(5, 5).double()
+            self.last = nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        x = self.narrow(torch.tanh(self.first(x)).bfloat16())
+        return self.last(torch.tanh(self.wide(x.double())).float())
+
+
+def mixed_dtypes(rank, world_size):
+    """Train in ours and in torch's; return ([each step's gradients and parameters] of ours, of torch's, buckets)."""
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    logs, buckets = [], []
+    for wrap in (DistributedDataParallel, TorchDDP):
+        module, log = Mixed(), []
+        model = wrap(module)
+        if wrap is DistributedDataParallel:
+            buckets = [bucket.dtype for bucket in model.reducer.buckets]
+        for step in range(STEPS):
+            model(data(rank, step)).square().mean().backward()
+            log += [p.grad.clone() for p in module.parameters()]
+            sgd_step(module, 0.1)
+            log += [p.detach().clone() for p in module.parameters()]
+        logs.append(log)
+    return *logs, len(set(buckets)) == len(buckets) == 3
+
+
 def batch_norm(rank, world_size):
     """One step with different data a rank; return rank's state afterwards."""
     torch.manual_seed(rank)
@@ -144,6 +181,16 @@ class TestAgainstTorch(unittest.TestCase):
         for _, calls, control in self.results:
             self.assertEqual(calls, STEPS * 1 + STEPS * 5)
             self.assertEqual(control, 2 * 2)  # two wrappers: size of buckets, model. None in a step
+
+
+class TestMixedDtypesAgainstTorch(unittest.TestCase):
+    def test_the_same_bits_at_every_step(self):
+        for ours, theirs, in_buckets_of_their_own in run_ranks(mixed_dtypes, 2, timeout=DEADLINE):
+            self.assertTrue(in_buckets_of_their_own)
+            self.assertEqual(len(ours), STEPS * 2 * 7)
+            for a, b in zip(ours, theirs, strict=True):
+                self.assertEqual(a.dtype, b.dtype)
+                self.assertTrue(torch.equal(a, b))
 
 
 class TestMoreRanks(unittest.TestCase):
