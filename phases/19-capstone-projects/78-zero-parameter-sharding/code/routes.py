@@ -6,7 +6,7 @@ units faster in another way, with the same result.
 
 import itertools
 
-from comm import Comm, TorchComm
+from comm import Comm, TorchComm, Work
 from flat import FlatUnit
 from shard import Shard
 
@@ -36,11 +36,10 @@ def goes_whole(comm: Comm, unit: FlatUnit) -> bool:
     return live_ranges(unit) == [(0, unit.numel)] and not (over_gloo and large)
 
 
-def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
-    """Make `shard.grad` the mean over ranks. The rest of `unit.grad` keeps this rank's own gradient."""
+def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> Work:
+    """Make `shard.grad` the mean over ranks, after `wait()`. The rest of `unit.grad` keeps this rank's own gradient."""
     if goes_whole(comm, unit):
-        comm.reduce_scatter(shard.grad, unit.grad, op="avg")
-        return
+        return comm.reduce_scatter(shard.grad, unit.grad, op="avg", async_op=True)
     step, on_the_way = PIECE // unit.grad.element_size(), None
     pieces = [(a, min(a + step, end)) for start, end in live_ranges(unit) for a in range(start, end, step)]
     for start, end in pieces:
@@ -48,7 +47,7 @@ def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
         work = comm.all_reduce(mean, op="avg", async_op=True)
         _take(on_the_way, unit, shard)  # while this piece travels
         on_the_way = work, mean, start, end
-    _take(on_the_way, unit, shard)
+    return Work("all_reduce", lambda: _take(on_the_way, unit, shard))
 
 
 def _take(arriving, unit: FlatUnit, shard: Shard) -> None:
@@ -60,15 +59,13 @@ def _take(arriving, unit: FlatUnit, shard: Shard) -> None:
             unit.grad[a:b] = mean[a - start : b - start]
 
 
-def gather_from_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> None:
-    """Fill the live part of `unit.data` with what every rank has updated."""
+def gather_from_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> list[Work]:
+    """Fill the live part of `unit.data` with what every rank has updated, after `wait()` of all that is returned."""
     if goes_whole(comm, unit):
-        comm.all_gather(unit.data, shard.params)
-        return
+        return [comm.all_gather(unit.data, shard.params, async_op=True)]
     size, works = shard.end - shard.start, []
     for owner, (start, end) in itertools.product(range(comm.world_size), live_ranges(unit)):
         a, b = max(start, owner * size), min(end, (owner + 1) * size)
         if a < b:
             works.append(comm.broadcast(unit.data[a:b], src=owner, async_op=True))
-    for work in works:
-        work.wait()
+    return works

@@ -5,6 +5,7 @@ parameters. On the wire that is exactly what one all-reduce costs; in memory the
 """
 
 import logging
+from contextlib import nullcontext
 
 import torch
 import zero_state
@@ -15,6 +16,7 @@ from flat import FlatUnit, plan_units, sync_module, trainable_parameters
 from groups import group_facts, split_groups
 from memory import check_whole, live_bytes, logical_bytes
 from mesh import must_agree
+from overlap import Overlap, cap_bytes
 from routes import gather_from_shards, reduce_to_shards
 from shard import Shard
 from torch import nn
@@ -29,6 +31,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ranks begin with rank 0's values. After several `backward()` calls one `step()` communicates once. A parameter that
     requires a gradient but got none counts as zeros; one that is frozen (requires_grad False) neither moves nor
     travels. All ranks must freeze the same ones before the same step.
+
+    `bucket_cap_mb` cuts the buffers into units of at most so many MiB, each a collective of its own (None: no limit,
+    with `overlap` 25). `overlap`: a unit leaves as soon as backward has its last gradient. Then all backwards of a step
+    but the last belong into `no_sync()`.
 
     `groups`: parameter groups as for torch's optimizers (`decay_groups` makes the usual two). `fused`: PyTorch's fused
     kernel does the update, faster and rounded differently; None means on a GPU only.
@@ -57,9 +63,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups: list[dict] | None = None,
         fused: bool | None = None,
         max_skipped: int = 10,
+        bucket_cap_mb: float | None = None,
+        overlap: bool = False,
     ):
         AdamSettings(lr, betas, eps, weight_decay).check()
         check_whole("max_skipped", max_skipped, least=1)
+        cap = cap_bytes(bucket_cap_mb, overlap)
         named = [(name, param) for name, param in trainable_parameters(module) if param.numel()]
         if not named:
             raise ValueError(f"all parameters of {type(module).__name__} that require a gradient are empty")
@@ -74,13 +83,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         param_groups = split_groups(module, named, groups, defaults)
         for group in param_groups:
             AdamSettings.of(group)
-        facts = defaults | {"fused": fused, "max_skipped": max_skipped}
+        facts = defaults | {"fused": fused, "max_skipped": max_skipped, "bucket_cap": cap, "overlap": bool(overlap)}
         must_agree(
             comm, "the optimizer", facts | ({} if groups is None else {"groups": group_facts(named, param_groups)})
         )
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
-        plan = [list(reversed(unit)) for unit in plan_units(named, cap_bytes=1 << 62)]  # one unit a dtype, in order
+        plan = [list(reversed(unit)) for unit in plan_units(named, cap)]  # inside a unit in the module's order
         self.units = [FlatUnit(unit, self.comm, multiple=comm.world_size) for unit in plan]
         for unit in self.units:
             unit.own_parameters()
@@ -89,7 +98,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.counter, self.max_skipped, self.last_skip = StepCounter(comm.device), max_skipped, None
         self._lazy, self._calls = self.fused and comm.device.type == "cuda", 0
         self._reduced, self._bad = False, None  # _bad: what the norm has told, if there was one
-        self._trainable = self._requiring()
+        self._trainable, self._works = self._requiring(), []
+        self._overlap = Overlap(self.units, self._check_parameters, self._launch) if overlap else None
         self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state, self.param_groups = defaults, {}, param_groups
@@ -115,7 +125,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.grad.zero_()
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 slot.param.grad = view if slot.param.requires_grad else None
+        self._start_round()
+
+    def _start_round(self) -> None:
         self._reduced, self._bad = False, None
+        for work in self._works:
+            work.wait()  # where a backward was given up
+        self._works = []
+        if self._overlap is not None:
+            self._overlap.reset()
+
+    def no_sync(self):
+        """Accumulate gradients without communication; the next backward outside launches it. Matters with `overlap`."""
+        return nullcontext() if self._overlap is None else self._overlap.paused()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -156,15 +178,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(f"{slot.name} got a gradient after all were reduced: step or zero_grad first")
             return
         self._check_parameters()
-        for unit, shard in zip(self.units, self.shards, strict=True):
-            for index, slot in enumerate(unit.slots):
-                if slot.param.grad is None or not slot.param.requires_grad:
-                    unit.views[index].zero_()
-                else:
-                    unit.take_grad(index)
-                slot.param.grad = None
-            reduce_to_shards(self.comm, unit, shard)
-        self._reduced, self._bad = True, None
+        for number in range(len(self._works), len(self.units)):  # with overlap, backward has launched some
+            self._launch(number)
+        for work in self._works:
+            work.wait()
+        self._works, self._reduced, self._bad = [], True, None
+
+    @torch.no_grad()
+    def _launch(self, number: int) -> None:
+        unit = self.units[number]
+        for index, slot in enumerate(unit.slots):
+            if slot.param.grad is None or not slot.param.requires_grad:
+                unit.views[index].zero_()
+            else:
+                unit.take_grad(index)
+            slot.param.grad = None
+        self._works.append(reduce_to_shards(self.comm, unit, self.shards[number]))
 
     def _requiring(self) -> dict[str, bool]:
         return {slot.name: slot.param.requires_grad for unit in self.units for slot in unit.slots}
@@ -197,7 +226,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         settings = [AdamSettings.of(group) for group in self.param_groups]
         self.reduce_gradients()
         self.counter.record(self._any_bad() if self._bad is None else self._bad)
-        self._reduced, self._bad, self._calls = False, None, self._calls + 1
+        self._calls += 1
+        self._start_round()
         if self._lazy or not self.counter.bad.item():
             for shard in self.shards:
                 shard.update(self.param_groups, settings, self.counter, self.fused)
@@ -223,8 +253,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{in_a_row} steps in a row were skipped; the last was {self.last_skip}")
 
     def _gather_parameters(self) -> None:
-        for unit, shard in zip(self.units, self.shards, strict=True):
-            gather_from_shards(self.comm, unit, shard)
+        pairs = zip(self.units, self.shards, strict=True)
+        for work in [work for unit, shard in pairs for work in gather_from_shards(self.comm, unit, shard)]:
+            work.wait()
 
     def shard_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank: 12 ceil(P/N), summed over units."""

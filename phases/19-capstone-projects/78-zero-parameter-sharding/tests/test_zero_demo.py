@@ -132,7 +132,7 @@ class TestDemo(unittest.TestCase):
         self.assertIn("drop: 45.0%", self.runs[4].stdout)
 
 
-GATHER = "comm.all_gather(unit.data, shard.params)"
+GATHER = "comm.all_gather(unit.data, shard.params, async_op=True)"
 MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim that must fail
     "sum instead of mean": (
         "routes.py",
@@ -168,7 +168,7 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
     ),
     "gathered twice": (
         "routes.py",
-        {GATHER: f"{GATHER}; {GATHER}"},
+        {f"[{GATHER}]": f"[{GATHER}, {GATHER}]"},
         "one reduce-scatter and one all-gather a step",
     ),
 }

@@ -1,0 +1,70 @@
+"""`Overlap`: lets units leave while backward is still at work on earlier layers."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+
+from flat import FlatUnit
+from torch import nn
+
+DEFAULT_CAP_MB = 25
+NO_CAP = 1 << 62
+
+
+def cap_bytes(bucket_cap_mb: float | None, overlap: bool) -> float:
+    """Return how large a unit may be. None: no limit, or with overlap the default. Raises ValueError if not above 0."""
+    if bucket_cap_mb is None:
+        return DEFAULT_CAP_MB * 2**20 if overlap else NO_CAP
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be a number above 0, got {bucket_cap_mb!r}")
+    return bucket_cap_mb * 2**20
+
+
+class Overlap:
+    """Counts gradients as backward finishes them; calls `launch(unit's index)` for each unit when it is complete.
+
+    Units leave strictly in their order, on all ranks the same. `begin()` is called before the first of a round. What
+    stays incomplete (a parameter without a gradient) is left to the caller: `launched` says how many have left.
+    """
+
+    def __init__(self, units: list[FlatUnit], begin: Callable[[], None], launch: Callable[[int], None]):
+        self.units, self.begin, self.launch, self.enabled = units, begin, launch, True
+        self.reset()
+        for number, unit in enumerate(units):
+            for slot in unit.slots:
+                slot.param.register_post_accumulate_grad_hook(self._hook(number))
+
+    def reset(self) -> None:
+        """Expect the gradients of a new round."""
+        self.launched, self.pending = 0, None
+
+    @contextmanager
+    def paused(self):
+        """Inside, gradients accumulate and no unit leaves."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def _hook(self, number: int) -> Callable:
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # the module may outlive the optimizer
+
+        def hook(param: nn.Parameter) -> None:
+            if (call := on_gradient()) is not None:
+                call(number)
+
+        return hook
+
+    def _on_gradient(self, number: int) -> None:
+        if number < self.launched:
+            raise RuntimeError("a gradient came after its unit had left: all backwards but the last go into no_sync()")
+        if not self.enabled:
+            return
+        if self.pending is None:
+            self.begin()
+            self.pending = [sum(slot.param.requires_grad for slot in unit.slots) for unit in self.units]
+        self.pending[number] -= 1
+        while self.launched < len(self.units) and self.pending[self.launched] == 0:
+            self.launched += 1
+            self.launch(self.launched - 1)
