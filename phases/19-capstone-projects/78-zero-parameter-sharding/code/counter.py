@@ -44,9 +44,9 @@ class StepCounter:
 
 
 def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return (1,): 1 if any element is NaN or infinite. One pass: the extremes are NaN if any element is."""
-    extremes = [torch.isfinite(x) for tensor in tensors if tensor.numel() for x in tensor.aminmax()]
-    return (~torch.stack(extremes)).any().float().reshape(1)
+    """Return (1,): 1 if any element is NaN or infinite. One pass: the largest |x| is NaN if any element is."""
+    largest = torch._foreach_norm(tensors, float("inf"))
+    return (~torch.stack([torch.isfinite(each) for each in largest])).any().float().reshape(1)
 
 
 def blame(comm: Comm, gradients: list[torch.Tensor]) -> str:

@@ -175,9 +175,16 @@ def main() -> int:
     """Run the demonstration; return the exit code."""
     parser = demo.parser(__doc__)
     parser.add_argument("--steps", type=demo.positive, default=10, help="training steps (default: 10)")
+    parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
+    parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
+    parser.add_argument("--bucket-mb", type=demo.positive, default=25, help="with --size: MiB a unit (default: 25)")
     args = demo.parse(parser, lesson=78)
+    if args.bench and args.size:
+        from zero_gpu_bench import bench  # 78: GPT-2 on GPUs, against torch's own
+
+        return bench(args)
     if args.bench:
-        from zero_bench import bench  # 78: against torch's own
+        from zero_bench import bench  # 78: 10M parameters, against torch's own
 
         return bench(args)
     device = "cuda" if args.backend == "nccl" else "cpu"

@@ -25,12 +25,12 @@ class Shard:
         """Return the optimizer state by name."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def trainable_ranges(self, groups: list[dict]) -> list[tuple[int, int, int]]:
+    def trainable_ranges(self, group_of: dict) -> list[tuple[int, int, int]]:
         """Return (start, end, index of the group) of what requires a gradient now, counted from the shard's start.
 
-        Neighbours of one group are joined. The ranges are where Adam runs: each element with its own group's settings.
+        `group_of` says it for each parameter. Neighbours of one group are joined. The ranges are where Adam runs: each
+        element with its own group's settings.
         """
-        group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         ranges: list[tuple[int, int, int]] = []
         for slot in self.unit.slots:
             start, end = max(slot.start, self.start) - self.start, min(slot.end, self.end) - self.start
@@ -50,9 +50,9 @@ class Shard:
             unchanged = params == master.to(params.dtype)
             master.copy_(torch.where(unchanged, master, params))
 
-    def update(self, groups: list[dict], settings: list[AdamSettings], counter: StepCounter, fused: bool) -> None:
+    def update(self, group_of: dict, settings: list[AdamSettings], counter: StepCounter, fused: bool) -> None:
         """Adam on the master, block by block; then the parameters take its values, rounded to their dtype."""
-        ranges, size = self.trainable_ranges(groups), BLOCK if self.master.is_cpu else GPU_BLOCK
+        ranges, size = self.trainable_ranges(group_of), BLOCK if self.master.is_cpu else GPU_BLOCK
         for begin in range(0, len(self.master), size):
             block = slice(begin, begin + size)
             self.refresh_master(block)

@@ -84,9 +84,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in param_groups:
             AdamSettings.of(group)
         facts = defaults | {"fused": fused, "max_skipped": max_skipped, "bucket_cap": cap, "overlap": bool(overlap)}
-        must_agree(
-            comm, "the optimizer", facts | ({} if groups is None else {"groups": group_facts(named, param_groups)})
-        )
+        given = {} if groups is None else {"groups": group_facts(named, param_groups)}
+        must_agree(comm, "the optimizer", facts | given)
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
         plan = [list(reversed(unit)) for unit in plan_units(named, cap)]  # inside a unit in the module's order
@@ -103,6 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state, self.param_groups = defaults, {}, param_groups
+        self.group_of = {param: index for index, group in enumerate(param_groups) for param in group["params"]}
         self.zero_grad()
 
     @property
@@ -121,11 +121,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero all gradients. They stay views of the flat buffers, whatever `set_to_none` says."""
+        self._start_round()
         for unit in self.units:
             unit.grad.zero_()
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 slot.param.grad = view if slot.param.requires_grad else None
-        self._start_round()
 
     def _start_round(self) -> None:
         self._reduced, self._bad = False, None
@@ -230,7 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._start_round()
         if self._lazy or not self.counter.bad.item():
             for shard in self.shards:
-                shard.update(self.param_groups, settings, self.counter, self.fused)
+                shard.update(self.group_of, settings, self.counter, self.fused)
             self._gather_parameters()
         if not self._lazy or self._calls % self.max_skipped == 0:
             self._report_skips()

@@ -585,7 +585,7 @@ class TestFrozen(unittest.TestCase):
         def worker(comm):
             module = Odd()  # scale [0, 1), first.weight [1, 16), first.bias [16, 21), left.weight [21, 46)
             optimizer = optimizer_for(module, comm)
-            shard, groups = optimizer.shards[0], optimizer.param_groups
+            shard, groups = optimizer.shards[0], optimizer.group_of
             whole = shard.trainable_ranges(groups)
             module.first.bias.requires_grad_(False)
             partly = shard.trainable_ranges(groups)

@@ -6,6 +6,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import gc
 import weakref
+from functools import partial
 
 import torch
 from arena import Arena, why_not
@@ -58,7 +59,7 @@ class TestUnits(unittest.TestCase):
             for settings in ({"bucket_cap_mb": CAP}, {"bucket_cap_mb": CAP, "overlap": True}, {"overlap": True}):
                 for resume in (False, True):
                     with self.subTest(n=n, resume=resume, **settings):
-                        for log in virtual(n, lambda comm: train(comm, resume=resume, **settings)):
+                        for log in virtual(n, partial(train, resume=resume, **settings)):
                             torch.testing.assert_close(log["params"], expected, rtol=1e-6, atol=1e-7)
 
     def test_all_ranks_hold_the_same_bits_and_follow_one_rank(self):
