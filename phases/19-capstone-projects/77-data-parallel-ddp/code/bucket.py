@@ -71,8 +71,12 @@ class Bucket(FlatUnit):
             if not torch.equal(self.notes, self.ordinary) and (mean := self._mean_weight().item()) not in (0, 1):
                 self.grad.div_(mean)
         else:
-            mean = self._mean_weight().to(torch.promote_types(self.dtype, torch.float32)).view(1)
-            self.grad.div_(torch.where(mean == 0, 1, mean))
+            self.grad.div_(self._divisor())
+
+    def _divisor(self) -> torch.Tensor:
+        """Return the mean weight, 1 if that is 0, as a tensor (1,) of float32 or more: 0-dim, it would be rounded."""
+        mean = self._mean_weight().to(torch.promote_types(self.dtype, torch.float32)).view(1)
+        return torch.where(mean == 0, 1, mean)
 
     def _mean_weight(self) -> torch.Tensor:
         return notes.read(self.notes, self.comm.world_size)[0].mean()

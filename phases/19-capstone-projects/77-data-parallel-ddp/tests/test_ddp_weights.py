@@ -178,6 +178,43 @@ class TestWeightedMean(unittest.TestCase):
         for grad, _ in virtual(2, weighted_gradient, [[5.0], [float("nan")]], torch.float32, [4, 0]):
             self.assertEqual(grad.item(), 5.0)
 
+    def test_another_weight_in_each_step(self):
+        steps = [[3, 1], [1, 1], [1, 4], [0, 2], [1, 1]]  # also back to 1, and of one rank only
+
+        def rank(comm):
+            module, found = Scale(), []
+            ddp = DistributedDataParallel(module, 25, comm)
+            for weights in steps:
+                module.zero_grad()
+                ddp.samples = weights[comm.rank]
+                ddp(torch.tensor([8.0 if comm.rank == 0 else -2.0])).backward()
+                found.append(module.w.grad.item())
+            return found
+
+        expected = [(8.0 * a - 2.0 * b) / (a + b) for a, b in steps]
+        for found in virtual(2, rank):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+    def test_as_a_gpu_divides(self):
+        """A GPU is not waited for: it divides by a tensor. The same steps, on the CPU."""
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+
+            def rank(comm, dtype=dtype):
+                module = Scale(dtype)
+                ddp = DistributedDataParallel(module, 25, comm)
+                (only,) = ddp.reducer.buckets
+                only._divide = lambda: only.grad.div_(only._divisor())
+                ddp.samples = 512 if comm.rank == 0 else 1
+                ddp(torch.ones(1, dtype=dtype) if comm.rank == 0 else torch.zeros(1, dtype=dtype)).backward()
+                mean = module.w.grad.item()
+                module.zero_grad()
+                ddp.samples = 0
+                ddp(torch.ones(1, dtype=dtype)).backward()
+                return mean, module.w.grad, bool(only.grad.isfinite().all())
+
+            for found in virtual(8, rank):
+                self.assertEqual(found, (torch.tensor(512 / 519, dtype=dtype).item(), None, True))
+
     def test_it_stays_until_set_again_and_bad_ones_are_refused(self):
         def rank(comm):
             ddp = DistributedDataParallel(Scale(), 25, comm)
