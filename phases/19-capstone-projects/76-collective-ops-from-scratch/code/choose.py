@@ -12,7 +12,7 @@ import math
 
 import torch
 from collectives import check_call, ring_allreduce
-from cost import ALLREDUCE, Link
+from cost import ALLREDUCE, Link, check
 from halving import halving_allreduce
 from mesh import Mesh
 from tree import tree_allreduce
@@ -47,6 +47,7 @@ def crossover_bytes(world_size: int, link: Link = QUEUES, few_rounds: str = "tre
     That is 0.0 if it is never slower, and infinite if it is never faster. Chunks count as if they could have any size.
     """
     _check_names((few_rounds, few_bytes))
+    check(world_size, 0)
     unit = 4 * world_size << world_size.bit_length()  # bytes that every algorithm can cut into equal chunks
     first, then = ALLREDUCE[few_rounds](world_size, unit), ALLREDUCE[few_bytes](world_size, unit)
     lost = (then.rounds - first.rounds) * link.alpha  # seconds more for every message

@@ -44,7 +44,7 @@ def link(latency_us: float, gigabytes_per_second: float) -> Link:
 def read_cluster(path: str | Path) -> Cluster:
     """Read a description. Raises ValueError, with the key and the value, for anything that is not as shown above."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+        found = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

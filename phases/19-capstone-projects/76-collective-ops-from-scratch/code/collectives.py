@@ -142,7 +142,7 @@ def check_call(
 ) -> None:
     """Raise ValueError for what one rank can see is wrong with a collective, without any communication."""
     check_tensor(what, tensor, device)
-    check_rank(f"{what} source", src, world_size)
+    check_rank(f"{what} {'destination' if what == 'reduce' else 'source'}", src, world_size)
     if op is not MOVES:
         check_reduction(op, tensor.dtype)
 

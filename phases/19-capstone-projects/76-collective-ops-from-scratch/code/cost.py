@@ -130,6 +130,7 @@ def pipelined_broadcast(world_size: int, nbytes: int, chunks: int = 8) -> Cost:
     check_count("chunks", chunks)
     if n == 1:
         return Cost(0, 0, 0, 0)
+    chunks = min(chunks, max(1, _elements(nbytes)))
     return Cost(chunks + n - 2, nbytes, nbytes, nbytes + (n - 2) * largest(nbytes, chunks))
 
 

@@ -210,6 +210,13 @@ def main() -> int:
     args = demo.parse(parser, lesson=76)
     if under_torchrun() or args.backend != "gloo":
         parser.error("this lesson starts ranks of its own and compares with gloo; torchrun and nccl come in lesson 77")
+    modes = [mode for mode in ("trace", "drill", "cost", "explain", "bench") if getattr(args, mode)]
+    modes += ["cluster"] if args.cluster is not None else []
+    if len(modes) > 1:
+        parser.error(f"one at a time: --{', --'.join(modes)}")
+    for option, takers in (("size", ("explain", "cluster")), ("transport", ("cost",))):
+        if getattr(args, option) and not set(modes) & set(takers):
+            parser.error(f"--{option} goes with --{' or --'.join(takers)}")
     if args.drill:
         from drills import drill  # 76: failures on purpose
 
@@ -220,8 +227,9 @@ def main() -> int:
     if args.trace:
         from traffic_demo import bill  # 76: every message as a line of JSON, added up
 
+        folder = demo.out_dir(args)
         trace(claims)
-        bill(claims, demo.out_dir(args))
+        bill(claims, folder)
         return claims.verdict("LESSON 76, TRACE")
     if args.cost or args.explain or args.cluster is not None:
         from cost_demo import show  # 76: predicted, measured, explained

@@ -176,6 +176,7 @@ class QueueMesh(Mesh):
     @staticmethod
     def inboxes(world_size: int, start_method: str) -> list:
         """Create the queues, before the processes that will use them."""
+        check_world_size(world_size)
         context = get_context(start_method)
         return [context.Queue() for _ in range(world_size)]
 

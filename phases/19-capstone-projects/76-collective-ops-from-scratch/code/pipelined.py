@@ -16,14 +16,14 @@ def pipelined_broadcast(
     """Return rank `src`'s tensor on every rank, passed along src, src + 1, ... in `chunks` pieces.
 
     Other ranks bring a tensor of the same shape and dtype, whatever it holds. `cost.best_chunks` says how many pieces
-    are best: with few the chain fills slowly, with many each costs a latency.
+    are best: with few the chain fills slowly, with many each costs a latency. There are no more pieces than elements.
     """
     check_count("chunks", chunks)
     with collective_call(mesh, "pipelined_broadcast", tensor, src=src, check=check, chunks=chunks):
         position = (mesh.rank - src) % mesh.world_size
         before, after = (mesh.rank - 1) % mesh.world_size, (mesh.rank + 1) % mesh.world_size
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        for chunk in result.view(-1).tensor_split(chunks):
+        for chunk in result.view(-1).tensor_split(min(chunks, max(1, result.numel()))):
             if position > 0:
                 chunk.copy_(mesh.recv(before))
             if position < mesh.world_size - 1:

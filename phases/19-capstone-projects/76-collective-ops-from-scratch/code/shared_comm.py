@@ -38,9 +38,10 @@ class SharedComm(Comm):
     """`Comm` of ranks on one machine over an `Arena`. Launched work is complete when the call returns.
 
     Facts, point-to-point messages and sub-groups go through `comm`, another communicator of the same ranks (default:
-    the process group). All ranks must allocate with `empty` in the same order: a buffer then has one place in every
-    rank's heap, where the others find it; checked calls compare that place, too. Raises ValueError if the arena is for
-    another number of ranks.
+    the process group), with its deadline; `timeout` is that of barriers, the only one of unchecked collectives. All
+    ranks must allocate with `empty` in the same order: a buffer then has one place in every rank's heap, where the
+    others find it; checked calls compare that place, too. Raises ValueError if the arena is for another number of
+    ranks.
     """
 
     def __init__(self, arena: Arena, comm: Comm | None = None, timeout: float = 60.0):

@@ -150,6 +150,14 @@ class TestAllReduces(Algorithms):
 
 
 class TestPipelinedBroadcast(Algorithms):
+    def test_there_are_no_more_pieces_than_elements(self):
+        def work(mesh):
+            return pipelined_broadcast(mesh, torch.arange(6.0) + 10 * mesh.rank, 0, chunks=10**9), mesh.counters.rounds
+
+        for result, rounds in VirtualCluster(3).run(work):
+            self.assertEqual(result.tolist(), list(range(6)))
+            self.assertLessEqual(rounds, 6 + 3 - 2)
+
     def test_from_every_source_in_any_number_of_chunks(self):
         for n in RANKS:
             inputs = [values(rank, 7) for rank in range(n)]

@@ -168,7 +168,7 @@ class TestOptions(VirtualCase):
                 self.assertEqual(words, f"{name} source must be a rank from 0 to 3, got {src!r}")
         for dst in (-1, 4, None):
             words = self.locally(lambda mesh, dst=dst: reduce(mesh, torch.ones(4), dst=dst))
-            self.assertEqual(words, f"reduce source must be a rank from 0 to 3, got {dst!r}")
+            self.assertEqual(words, f"reduce destination must be a rank from 0 to 3, got {dst!r}")
 
     def test_sizes_of_nodes_and_numbers_of_chunks(self):
         for size in (0, 5, -1, True, 2.0, "2", None):

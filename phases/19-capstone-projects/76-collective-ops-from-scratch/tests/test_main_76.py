@@ -33,6 +33,19 @@ def run(*argv: str):
     return code, out.getvalue()
 
 
+class TestFlags(unittest.TestCase):
+    def test_flags_that_do_not_go_together_are_refused(self):
+        for argv, words in (
+            (("--trace", "--cost"), "one at a time: --trace, --cost"),
+            (("--cluster", "--explain"), "one at a time: --explain, --cluster"),
+            (("--size", "5"), "--size goes with --explain or --cluster"),
+            (("--explain", "--transport", "queues"), "--transport goes with --cost"),
+        ):
+            code, out = run(*argv)
+            self.assertEqual(code, 2)
+            self.assertIn(words, out)
+
+
 class TestRun(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
