@@ -35,8 +35,8 @@ class TracedComm(TorchComm):
         return noted
 
 
-def trace_way(rank: int, world_size: int, name: str) -> dict:
-    """Be one rank: take steps in one way; return the gradients of the first and the trace of each of the others.
+def trace_way(rank: int, world_size: int, name: str, steps: int) -> dict:
+    """Be one rank: take 1 + `steps` steps in one way; return the first's gradients and costs, the others' traces.
 
     A trace has, in seconds from the begin of backward: `forward` (negative: when it began), `last` (the last gradient
     was there), `end` (all means are), `spans` of the all-reduces.
@@ -46,7 +46,7 @@ def trace_way(rank: int, world_size: int, name: str) -> dict:
         parameter.register_post_accumulate_grad_hook(lambda _: last.__setitem__(0, time.perf_counter()))
     model, backward = way(name, module, comm)
     x, traces = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(rank)), []  # (batch, seq, dim)
-    for step in range(STEPS + 1):
+    for step in range(steps + 1):
         module.zero_grad(set_to_none=False)
         comm.spans.clear()
         comm.agree(None)  # all ranks start together
@@ -134,7 +134,7 @@ def same(found: torch.Tensor | None, true: torch.Tensor | None) -> bool:
 def trace(args) -> int:
     """Run the four ways, check what can be counted, draw rank 0's median step of each; return the exit code."""
     claims, n = demo.Claims(), args.world_size
-    found = {name: run_ranks(trace_way, n, name) for name in WAYS}
+    found = {name: run_ranks(trace_way, n, name, STEPS) for name in WAYS}
     check_costs(claims, found, n)
     check_missing(claims, n)
     middle, rows = {}, []

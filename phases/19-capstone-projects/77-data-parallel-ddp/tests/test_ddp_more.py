@@ -30,6 +30,7 @@ spec = importlib.util.spec_from_file_location("main_77_more", MAIN)
 main_77 = importlib.util.module_from_spec(spec)
 sys.modules["main_77_more"] = main_77
 spec.loader.exec_module(main_77)
+ORIGINAL = {name: getattr(ddp_deeper, name) for name in ("train_unevenly", "spoil", "drifting", "compress")}
 TINY = 1e-9  # megabytes: every parameter a bucket of its own
 
 
@@ -139,14 +140,13 @@ class TestTrace(unittest.TestCase):
             self.assertEqual((Path(folder) / "timeline.png").read_bytes()[:4], b"\x89PNG")
 
     def test_spans_have_an_end_and_lie_in_the_step(self):
-        with mock.patch.object(timeline, "STEPS", 1):
-            for found in run_ranks(timeline.trace_way, 2, ways.OVERLAP, timeout=60.0):
-                (trace,) = found["traces"]
-                self.assertLess(trace["forward"], 0)
-                self.assertLess(trace["last"], trace["end"])
-                self.assertEqual(len(trace["spans"]), found["calls"])
-                for begin, end in trace["spans"]:
-                    self.assertTrue(0 < begin <= end)
+        for found in run_ranks(timeline.trace_way, 2, ways.OVERLAP, 1, timeout=60.0):
+            (trace,) = found["traces"]
+            self.assertLess(trace["forward"], 0)
+            self.assertLess(trace["last"], trace["end"])
+            self.assertEqual(len(trace["spans"]), found["calls"])
+            for begin, end in trace["spans"]:
+                self.assertTrue(0 < begin <= end)
 
     def test_nothing_hidden_is_no_share(self):
         self.assertEqual(timeline.shares_of({"forward": -1.0, "last": 2.0, "end": 3.0, "spans": []}), (0.0, 0.0))
@@ -213,8 +213,8 @@ class TestDeeper(unittest.TestCase):
 
     def assert_noticed(self, check, worker, breakage, *claims):
         """Run one part of the demonstration with a fault inside the ranks: it must say what is wrong."""
-        original, verdict, out = getattr(ddp_deeper, worker), ddp_deeper.demo.Claims(), io.StringIO()
-        with mock.patch.object(ddp_deeper, worker, functools.partial(broken, breakage, original)):
+        verdict, out = ddp_deeper.demo.Claims(), io.StringIO()
+        with mock.patch.object(ddp_deeper, worker, functools.partial(broken, breakage, worker)):
             with contextlib.redirect_stdout(out):
                 getattr(ddp_deeper, check)(verdict, 2)
         for claim in claims:
@@ -232,7 +232,7 @@ class TestDeeper(unittest.TestCase):
 def broken(breakage, worker, *args):
     """Be a rank of the demonstration with a fault in it."""
     breakage()
-    return worker(*args)
+    return ORIGINAL[worker](*args)
 
 
 if __name__ == "__main__":
