@@ -10,6 +10,7 @@ import routes
 import torch
 from comm import TorchComm
 from flat import gather_flat_grads, gather_flat_params
+from groups import decay_groups
 from memory import shard_bounds
 from ranks import RankError, run_ranks
 from toy import MiniMLP, global_batch, rank_slice
@@ -162,6 +163,41 @@ def over_gloo(rank, world_size):
         "skipped": (norm.isnan().item(), optimizer.skipped_steps, same(before, snapshot(module, optimizer))),
         "refused": wrong_world_size(rank, world_size, comm),
     }
+
+
+def beside_ddp(rank, world_size):
+    """Train `Odd`, tied and partly frozen, with torch's DDP and AdamW, and with ours, on the same rows."""
+    runs = []
+    for theirs in (True, False):
+        module, params = Odd(seed=0), []
+        module.first.weight.requires_grad_(False)
+        groups = decay_groups(module, 0.1)
+        if theirs:
+            call = nn.parallel.DistributedDataParallel(module)
+            optimizer = torch.optim.AdamW(groups, lr=LR)
+        else:
+            call, optimizer = module, optimizer_for(module, TorchComm(), groups=groups)
+        for step in range(STEPS):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+            call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            params.append(gather_flat_params(module))
+        runs.append(params)
+    return runs
+
+
+class TestBesideTorch(unittest.TestCase):
+    def test_ddp_and_adamw_with_tied_and_frozen_parameters(self):
+        for n in (2, 3):
+            results = run_ranks(beside_ddp, n, timeout=60)
+            for theirs, ours in results:
+                self.assertTrue(same(ours, results[0][1]))
+                gap = max((a - b).abs().max().item() for a, b in zip(theirs, ours, strict=True))
+                self.assertLessEqual(gap, 2e-6)
+                if n == 2:  # the sum of two has one order only
+                    self.assertTrue(same(theirs, ours))
+                self.assertFalse(torch.equal(ours[0], ours[1]))
 
 
 def in_pieces(rank, world_size, size):
