@@ -9,6 +9,7 @@ import functools
 from contextlib import contextmanager
 
 import flight
+import plain
 import torch
 import wire
 from mesh import Mesh, check_rank, check_tensor, must_agree
@@ -100,7 +101,7 @@ def ring_reduce(mesh: Mesh, chunks: list[torch.Tensor], op: str, ring: list[int]
         mine = chunks[(here + 2 + step) % n]
         combine(partial, mine, out=mine)
     if op == "avg":
-        chunks[here].div_(n)
+        plain.divide(chunks[here], n)
 
 
 def ring_gather(mesh: Mesh, chunks: list[torch.Tensor], ring: list[int] | None = None) -> None:

@@ -222,7 +222,7 @@ class TorchComm(Comm):
         def finish():
             handle.wait()
             if op == "avg" and self.device.type == "cpu":
-                plain.reals(work).div_(self.world_size)
+                plain.divide(work, self.world_size)
             plain.fill(result, work)
 
         return finish

@@ -8,6 +8,7 @@ they send all T bytes first, and wait for all of them last.
 Source: Rabenseifner, 2004; Thakur, Rabenseifner and Gropp, 2005.
 """
 
+import plain
 import torch
 from collectives import REDUCTIONS, collective_call
 from mesh import Mesh
@@ -43,6 +44,6 @@ def _halve_and_double(mesh: Mesh, flat: torch.Tensor, op: str, core: int) -> Non
         REDUCTIONS[op](mine, mesh.sendrecv(partner, given, partner), out=mine)
         steps.append((partner, mine, given))
     if op == "avg":
-        mine.div_(mesh.world_size)
+        plain.divide(mine, mesh.world_size)
     for partner, held, missing in reversed(steps):
         missing.copy_(mesh.sendrecv(partner, held, partner))

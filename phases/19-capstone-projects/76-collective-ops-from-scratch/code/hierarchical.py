@@ -6,6 +6,7 @@ around all N ranks sends about as many bytes out of a node, 2T(N-1)/N instead of
 and it has 2(N-1) rounds, each as slow as its slowest link.
 """
 
+import plain
 import torch
 from collectives import collective_call, ring_gather, ring_reduce
 from mesh import Mesh
@@ -35,7 +36,7 @@ def hierarchical_allreduce(
                 ring_reduce(mesh, parts, add, owners)
                 ring_gather(mesh, parts, owners)
         if op == "avg":
-            held[node.index(mesh.rank)].div_(mesh.world_size)
+            plain.divide(held[node.index(mesh.rank)], mesh.world_size)
         ring_gather(mesh, held, node)
     return result
 

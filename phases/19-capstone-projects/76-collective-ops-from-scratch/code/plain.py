@@ -21,6 +21,12 @@ def reals(elements: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
 
 
+def divide(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Divide x in place by a whole number and return it: complex elements part by part, the same bits everywhere."""
+    (torch.view_as_real(x) if x.is_complex() else x).div_(n)
+    return x
+
+
 def raw(elements: torch.Tensor) -> torch.Tensor:
     """Return the same memory as bytes: what only moves may be of a dtype that gloo does not know."""
     return elements.view(torch.uint8)

@@ -3,6 +3,7 @@
 With L = ceil(log2 N): 2L rounds of T bytes, where the ring has 2(N-1) of T/N. `choose.py` says which is faster when.
 """
 
+import plain
 import torch
 from collectives import REDUCTIONS, broadcast, collective_call
 from mesh import Mesh
@@ -25,7 +26,7 @@ def reduce(mesh: Mesh, tensor: torch.Tensor, dst: int = 0, op: str = "sum", chec
         if position > 0:
             mesh.send((mesh.rank - parent_distance) % n, result)
             return None
-    return result.div_(n) if op == "avg" else result
+    return plain.divide(result, n) if op == "avg" else result
 
 
 def tree_allreduce(mesh: Mesh, tensor: torch.Tensor, op: str = "sum", check: bool = True) -> torch.Tensor:

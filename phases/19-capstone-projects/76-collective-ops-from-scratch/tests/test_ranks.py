@@ -455,6 +455,9 @@ class TestParentsDeath(RanksCase):
 
 
 def launcher_to_be_killed(scratch):
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs, and so this one, may ignore it
     tempfile.tempdir = scratch
     run_ranks(with_children, 3)
 
