@@ -21,7 +21,7 @@ GLOO_SEGMENT = 1 << 20  # bytes: gloo's largest segment
 def gloo_chunks(numel: int, itemsize: int, world_size: int) -> list[tuple[int, int]]:
     """Return (start, end) of the chunks that gloo's ring all-reduce cuts a tensor into; the last may be empty.
 
-    Chunk c is summed as ((x[c-1] + x[c-2]) + ...) + x[c], indices modulo N. Found by experiment (torch 2.11 to 2.13).
+    Chunk c is summed as ((x[c-1] + x[c-2]) + ...) + x[c], indices modulo N. Found by experiment (torch 2.11, 2.13).
     """
     total = numel * itemsize
     segments = max(_round_up(-(-total // GLOO_SEGMENT), world_size), 2 * world_size)

@@ -10,9 +10,9 @@ import time
 from collections import defaultdict, deque
 
 import torch
+import wire
 from mesh import Mesh
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8
 _HEADER = struct.Struct(f"<qqqHH{_MAX_DIM}q")  # context, tag, round stamp, dtype, number of dimensions, sizes
 _INLINE = 8192  # bytes: a smaller payload is copied behind its header, and pushed with it
@@ -37,7 +37,7 @@ class StreamMesh(Mesh):
             header = bytearray(_HEADER.size)
             yield memoryview(header)
             context, tag, stamp, dtype, dim, *sizes = _HEADER.unpack(header)
-            tensor = torch.empty(sizes[:dim], dtype=DTYPES[dtype])
+            tensor = torch.empty(sizes[:dim], dtype=wire.DTYPES[dtype])
             if tensor.numel() > 0:
                 yield memory_of(tensor)
             self._stash[src, (context, tag)].append((stamp, tensor))
@@ -45,7 +45,10 @@ class StreamMesh(Mesh):
     def _post(self, dst, tag, stamp, tensor, lone):
         plain = tensor.resolve_conj().resolve_neg().contiguous()
         sizes = [*plain.shape, *[0] * (_MAX_DIM - plain.dim())]
-        header, payload = _HEADER.pack(*tag, stamp, DTYPES.index(plain.dtype), plain.dim(), *sizes), memory_of(plain)
+        header, payload = (
+            _HEADER.pack(*tag, stamp, wire.DTYPES.index(plain.dtype), plain.dim(), *sizes),
+            memory_of(plain),
+        )
         deadline = time.monotonic() + self.timeout
         for part in [header + payload] if len(payload) <= _INLINE else [header, payload]:
             left = memoryview(part)

@@ -4,9 +4,9 @@ from collections import defaultdict, deque
 
 import torch
 import torch.distributed as dist
+import wire
 from mesh import CONTROL, Mesh
 
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MAX_DIM = 8  # a header is: context, tag, round stamp, dtype, number of dimensions, then the sizes
 _HEADER = 8 * (5 + _MAX_DIM)  # bytes
 _INLINE = 1024 - _HEADER  # a payload of up to so many bytes travels with its header
@@ -31,7 +31,7 @@ class TorchMesh(Mesh):
             raise ValueError(f"a message may have {_MAX_DIM} dimensions, this tensor has {tensor.dim()}")
         sizes = [*tensor.shape, *[0] * (_MAX_DIM - tensor.dim())]
         first = torch.empty(_HEADER + _INLINE, dtype=torch.uint8)
-        header = torch.tensor([*tag, stamp, _DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
+        header = torch.tensor([*tag, stamp, wire.DTYPES.index(tensor.dtype), tensor.dim(), *sizes])
         first[:_HEADER] = header.view(torch.uint8)
         payload = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         inline = len(payload) <= _INLINE and not payload.is_cuda
@@ -66,7 +66,7 @@ class TorchMesh(Mesh):
         dist.recv(first, group=self._group, group_src=src)
         context, tag, stamp, dtype, dim, *sizes = first[:_HEADER].view(torch.int64).tolist()
         device = torch.device("cpu") if tag == CONTROL else self.device
-        tensor = torch.empty(sizes[:dim], dtype=_DTYPES[dtype], device=device)
+        tensor = torch.empty(sizes[:dim], dtype=wire.DTYPES[dtype], device=device)
         payload = tensor.view(-1).view(torch.uint8)
         if len(payload) <= _INLINE and not payload.is_cuda:
             payload.copy_(first[_HEADER : _HEADER + len(payload)])

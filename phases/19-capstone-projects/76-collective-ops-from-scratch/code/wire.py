@@ -13,6 +13,10 @@ from types import FunctionType
 
 import torch
 
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)  # as numbers, in headers
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.float32` -> `"float32"`."""

@@ -1,8 +1,5 @@
 """`--cost`, `--explain`, `--cluster`: what they print, save and claim; claims can fail, bad flags are refused."""
 
-import contextlib
-import importlib.util
-import io
 import json
 import re
 import sys
@@ -18,22 +15,7 @@ from choose import QUEUES
 from collectives import broadcast
 from cost import Cost
 
-CODE = Path(__file__).resolve().parents[1] / "code"
-spec = importlib.util.spec_from_file_location("main_76_cost", CODE / "main.py")
-main_76 = sys.modules["main_76_cost"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(main_76)
-
-
-def run(*argv: str):
-    """(exit code, everything printed)"""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        with mock.patch.object(sys, "argv", ["main.py", *argv]):
-            try:
-                code = main_76.main()
-            except SystemExit as error:
-                code = error.code
-    return code, out.getvalue()
+from runs_76 import run
 
 
 class Folder(unittest.TestCase):

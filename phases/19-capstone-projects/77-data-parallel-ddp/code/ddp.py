@@ -4,7 +4,6 @@ Gradients live in flat buckets, filled in the order in which backward finishes t
 bucket down; a full bucket's all-reduce starts at once, while backward goes on with earlier layers.
 """
 
-import weakref
 from contextlib import contextmanager
 
 import finite
@@ -12,7 +11,7 @@ import notes
 import torch
 from bucket import Bucket
 from comm import TorchComm
-from flat import broadcast_tensors, plan_units, sync_module, trainable_parameters
+from flat import broadcast_tensors, plan_units, sync_module, trainable_parameters, watch_gradients
 from hooks import average, check_hook, hook_name
 from mesh import must_agree
 from torch import nn
@@ -32,22 +31,11 @@ class Reducer:
         self._in_backward = False
         self._launched = 0  # buckets, in this backward
         self._has_buffers = any(True for _ in module.buffers())
-        for bucket in self.buckets:
-            for index, slot in enumerate(bucket.slots):
-                slot.param.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
+        watch_gradients(self.buckets, self._on_gradient)
 
-    def _make_hook(self, bucket: Bucket, index: int):
-        on_gradient = weakref.WeakMethod(self._on_gradient)  # the module, and its hooks, may outlive the wrapper
-
-        def hook(param: nn.Parameter) -> None:
-            call = on_gradient()
-            if call is not None:
-                call(bucket, index)
-
-        return hook
-
-    def _on_gradient(self, bucket: Bucket, index: int) -> None:
+    def _on_gradient(self, number: int, index: int) -> None:
         """A gradient is complete: put it into its bucket, and launch what is full."""
+        bucket = self.buckets[number]
         bucket.take_grad(index)
         if not self.enabled:
             return

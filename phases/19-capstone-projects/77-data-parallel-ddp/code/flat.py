@@ -4,6 +4,7 @@ A collective wants one long tensor, a module has many small ones. So the memory 
 tensors are made views of it: nothing is copied after a collective, and an optimizer can treat a shard as one tensor.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,25 @@ class FlatUnit:
             view = self.data[slot.start : slot.end].view(slot.param.shape)
             view.copy_(slot.param)
             slot.param.data = view
+
+
+def watch_gradients(units: list[FlatUnit], on_gradient) -> None:
+    """Have the bound method `on_gradient(unit's number, slot's index)` called whenever a gradient is complete.
+
+    The method is held weakly: a module, and its hooks, may outlive who listens.
+    """
+    listener = weakref.WeakMethod(on_gradient)
+
+    def hook_for(number: int, index: int):
+        def hook(param: nn.Parameter) -> None:
+            if (call := listener()) is not None:
+                call(number, index)
+
+        return hook
+
+    for number, unit in enumerate(units):
+        for index, slot in enumerate(unit.slots):
+            slot.param.register_post_accumulate_grad_hook(hook_for(number, index))
 
 
 def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

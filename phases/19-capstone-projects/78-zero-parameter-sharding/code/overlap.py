@@ -1,11 +1,9 @@
 """`Overlap`: lets units leave while backward is still at work on earlier layers."""
 
-import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 
-from flat import FlatUnit
-from torch import nn
+from flat import FlatUnit, watch_gradients
 
 DEFAULT_CAP_MB = 25
 NO_CAP = 1 << 62
@@ -30,9 +28,7 @@ class Overlap:
     def __init__(self, units: list[FlatUnit], begin: Callable[[], None], launch: Callable[[int], None]):
         self.units, self.begin, self.launch, self.enabled = units, begin, launch, True
         self.reset()
-        for number, unit in enumerate(units):
-            for slot in unit.slots:
-                slot.param.register_post_accumulate_grad_hook(self._hook(number))
+        watch_gradients(units, self._on_gradient)
 
     def reset(self) -> None:
         """Expect the gradients of a new round."""
@@ -47,16 +43,7 @@ class Overlap:
         finally:
             self.enabled = before
 
-    def _hook(self, number: int) -> Callable:
-        on_gradient = weakref.WeakMethod(self._on_gradient)  # the module may outlive the optimizer
-
-        def hook(param: nn.Parameter) -> None:
-            if (call := on_gradient()) is not None:
-                call(number)
-
-        return hook
-
-    def _on_gradient(self, number: int) -> None:
+    def _on_gradient(self, number: int, index: int) -> None:
         if number < self.launched:
             raise RuntimeError("a gradient came after its unit had left: all backwards but the last go into no_sync()")
         if not self.enabled:
