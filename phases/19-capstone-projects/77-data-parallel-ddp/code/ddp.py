@@ -22,9 +22,9 @@ FIRST_BUCKET_MB = 1  # a small first bucket starts communication early
 class Reducer:
     """Decides when buckets leave: counts gradients down as backward finishes them, launches, and waits at its end."""
 
-    def __init__(self, module: nn.Module, plan: list, comm, hook=average, check_finite: bool = False):
-        self.module, self.comm, self.check_finite = module, comm, check_finite
-        self.buckets = [Bucket(unit, comm, hook, check_finite) for unit in plan]
+    def __init__(self, module: nn.Module, plan: list, comm, hook=average, weighted=False, check_finite=False):
+        self.module, self.comm, self.weighted, self.check_finite = module, comm, weighted, check_finite
+        self.buckets = [Bucket(unit, comm, hook, weighted, check_finite) for unit in plan]
         self.weight = 1.0  # of this rank's gradients in the mean
         self.enabled = True  # off inside no_sync()
         self.armed = False  # there was a forward or a gradient since the last synchronisation
@@ -34,10 +34,10 @@ class Reducer:
         watch_gradients(self.buckets, self._on_gradient)
 
     def _on_gradient(self, number: int, index: int) -> None:
-        """A gradient is complete: put it into its bucket, and launch what is full."""
+        """A gradient is complete: count its bucket down, and launch what is full."""
         bucket = self.buckets[number]
-        bucket.take_grad(index)
         if not self.enabled:
+            bucket.take_grads([index])  # the next backward adds to it there
             return
         if not self._in_backward:
             self.armed = self._in_backward = True
@@ -64,8 +64,9 @@ class Reducer:
         if not self.enabled or not self.armed:
             return
         self._launch_full(everything=True)
+        divisor = self.buckets[0].mean_weight()  # the same in all
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.finish(divisor)
         self.armed, self._in_backward, self._launched = False, False, 0
         if self._has_buffers:
             broadcast_tensors(self.comm, list(self.module.buffers()))
@@ -79,30 +80,42 @@ class DistributedDataParallel(nn.Module):
     A drop-in for torch's: wrap, call, `loss.backward()`, step with any optimizer. Parameters and buffers begin as rank
     0's, and buffers (BatchNorm's statistics) become rank 0's again at each synchronisation. A gradient that some ranks
     miss counts there as zeros; one that all ranks miss stays None. Only parameters that require a gradient when wrapped
-    take part. Each bucket costs one all-reduce of its gradients, one element a parameter and nine a rank.
+    take part. Each bucket costs one all-reduce of its gradients and one element a parameter.
 
-    `samples`: how many rows this rank's gradient is the mean of (default 1, so all ranks weigh the same). `hook`: see
-    hooks.py. `check_finite`: `backward()` raises NonFiniteGradient on every rank if the mean gradient is not finite;
-    catch it, zero the gradients, and the step is skipped everywhere.
+    `weighted`: set `samples` to how many rows this rank's gradient is the mean of, and the mean is over all rows.
+    `hook`: see hooks.py. `check_finite`: `backward()` raises NonFiniteGradient on every rank if the mean gradient is
+    not finite; catch it, zero the gradients, and the step is skipped everywhere. With either, each bucket has nine
+    elements a rank more.
 
     Raises ValueError on every rank, with nothing changed, if a setting differs, or the modules do in names, their
     order, shapes, dtypes, layout, ties or which parameters are frozen.
     """
 
-    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25, comm=None, *, hook=average, check_finite=False):
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float = 25,
+        comm=None,
+        *,
+        weighted: bool = False,
+        hook=average,
+        check_finite: bool = False,
+    ):
         super().__init__()
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         named = trainable_parameters(module)
         check_hook(hook, named)
         comm = comm or TorchComm()
-        settings = {"bucket_cap_mb": bucket_cap_mb, "hook": hook_name(hook), "check_finite": bool(check_finite)}
+        settings = {"bucket_cap_mb": bucket_cap_mb, "hook": hook_name(hook)}
+        settings |= {"weighted": bool(weighted), "check_finite": bool(check_finite)}
         must_agree(comm, "the settings of DistributedDataParallel", settings)
         sync_module(module, comm)
         cap = bucket_cap_mb * 2**20
         plan = plan_units(named, cap, min(cap, FIRST_BUCKET_MB * 2**20))
         self.module = module
-        self.reducer = Reducer(module, plan, comm.unchecked(), hook, check_finite)  # unchecked: all was agreed
+        agreed = comm.unchecked()
+        self.reducer = Reducer(module, plan, agreed, hook, weighted, check_finite)
 
     def forward(self, *args, **kwargs):
         """Call the wrapped module."""
@@ -111,12 +124,17 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def samples(self) -> float:
-        """This rank's weight in the mean. Set it before `backward()`; it stays. Only the ratio between ranks counts."""
+        """This rank's weight in the mean. Set it before `backward()`; it stays. Only the ratio between ranks counts.
+
+        Setting it raises RuntimeError without `weighted`: the others would not learn of it.
+        """
         return self.reducer.weight
 
     @samples.setter
     def samples(self, number: float) -> None:
-        self.reducer.weight = notes.check_weight(number)
+        number = notes.check_weight(number)
+        self._check_weighted()
+        self.reducer.weight = number
 
     @contextmanager
     def no_sync(self):
@@ -140,10 +158,18 @@ class DistributedDataParallel(nn.Module):
         self.reducer.synchronise()
 
     def without_data(self) -> None:
-        """Synchronise as a rank that has no rows in this step: weight 0. In place of forward and backward."""
+        """Synchronise as a rank that has no rows in this step: weight 0. In place of forward and backward.
+
+        Raises RuntimeError without `weighted`.
+        """
+        self._check_weighted()
         before, self.reducer.weight = self.reducer.weight, 0.0
         self.reducer.armed = self.reducer.enabled
         try:
             self.reducer.synchronise()
         finally:
             self.reducer.weight = before
+
+    def _check_weighted(self) -> None:
+        if not self.reducer.weighted:
+            raise RuntimeError("ranks of different weights need DistributedDataParallel(..., weighted=True)")

@@ -28,7 +28,7 @@ def batches_of(rank: int) -> list[torch.Tensor]:
 def train_unevenly(rank: int, world_size: int, weighted: bool) -> torch.Tensor:
     """Be one rank: train on what there is; return the final parameters."""
     comm, module = TorchComm(), MiniMLP()
-    ddp = DistributedDataParallel(module, comm=comm)
+    ddp = DistributedDataParallel(module, comm=comm, weighted=True)
     for x in uneven(batches_of(rank), comm):
         if x is None:
             ddp.without_data()

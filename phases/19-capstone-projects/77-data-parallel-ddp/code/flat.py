@@ -5,6 +5,7 @@ tensors are made views of it: nothing is copied after a collective, and an optim
 """
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,18 @@ class FlatUnit:
         self.views = [self.grad[slot.start : slot.end].view(slot.param.shape) for slot in self.slots]
         self.data: torch.Tensor | None = None
 
-    def take_grad(self, index: int) -> None:
-        """Make parameter `index`'s gradient, which autograd or a user has set, the view of `grad`."""
-        param, view = self.slots[index].param, self.views[index]
-        if param.grad is not view:
-            view.copy_(param.grad.detach().to_dense())  # detached from its graph, dense if an embedding's is sparse
-            param.grad = view
+    @torch.no_grad()
+    def take_grads(self, indices: Iterable[int]) -> None:
+        """Make the gradients of these parameters, which autograd or a user has set, the views of `grad`: one copy."""
+        views, grads = [], []
+        for index in indices:
+            param, view = self.slots[index].param, self.views[index]
+            if param.grad is not view:
+                views.append(view)
+                grads.append(param.grad.to_dense())  # an embedding's may be sparse
+                param.grad = view
+        if views:
+            torch._foreach_copy_(views, grads)
 
     @torch.no_grad()
     def own_parameters(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import copy
+import functools
 import gc
 
 import torch
@@ -130,19 +131,20 @@ class TestCosts(unittest.TestCase):
     def test_one_all_reduce_a_bucket_and_step_and_nothing_else(self):
         sizes = [5, 5, 25, 25, 1]  # head.bias, middle.bias, middle.weight, the tied weight, scale; nothing frozen
         for log in virtual(3, train, Everything, TINY):
-            self.assertEqual(log["notes"], [("all_reduce", size + 1 + 9 * 3) for size in sizes] * STEPS)
+            self.assertEqual(log["notes"], [("all_reduce", size + 1) for size in sizes] * STEPS)
             self.assertEqual(log["control"], 0)
 
-    def test_payload_is_the_gradient_a_flag_a_parameter_and_nine_elements_a_rank_and_bucket(self):
-        def bytes_of_a_step(comm, cap):
-            ddp = DistributedDataParallel(ThreeLayers(), cap, comm)
+    def test_payload_is_the_gradient_a_flag_a_parameter_and_with_notes_nine_elements_a_rank_and_bucket(self):
+        def bytes_of_a_step(comm, cap, **noted):
+            ddp = DistributedDataParallel(ThreeLayers(), cap, comm, **noted)
             before = comm.counters.bytes["all_reduce"]
             backward(ddp, comm.rank)
             return comm.counters.bytes["all_reduce"] - before, comm.counters.calls["all_reduce"]
 
         for cap, calls in ((25, 1), (TINY, 6), (200 / 2**20, 3)):
-            for found in virtual(2, bytes_of_a_step, cap):
-                self.assertEqual(found, (4 * (flat_param_numel(ThreeLayers()) + 6 + 9 * 2 * calls), calls))
+            for notes, noted in ((0, {}), (9 * 2 * calls, {"weighted": True}), (9 * 2 * calls, {"check_finite": True})):
+                for found in virtual(2, functools.partial(bytes_of_a_step, **noted), cap):
+                    self.assertEqual(found, (4 * (flat_param_numel(ThreeLayers()) + 6 + notes), calls))
 
     def test_on_the_wire_it_is_the_rings_formula(self):
         def wire(comm):
@@ -151,7 +153,7 @@ class TestCosts(unittest.TestCase):
             backward(ddp, comm.rank)
             return comm.mesh.counters.bytes_sent - before
 
-        numel = flat_param_numel(ThreeLayers()) + 6 + 9 * 3  # 156 = 3 * 52
+        numel = flat_param_numel(ThreeLayers()) + 6  # 129 = 3 * 43
         self.assertEqual(virtual(3, wire), [2 * 4 * numel * 2 // 3] * 3)
 
     def test_the_first_bucket_is_a_small_one(self):
@@ -187,8 +189,7 @@ class TestOverlap(unittest.TestCase):
 
         for notes in virtual(2, watch):
             launches = [note for note in notes if isinstance(note, tuple)]
-            sizes = [size - 9 * 2 for _, size in launches]  # without the notes of two ranks
-            self.assertEqual(sizes, [4, 19, 7, 49, 9, 41])  # distinct: order is visible
+            self.assertEqual([size for _, size in launches], [4, 19, 7, 49, 9, 41])  # distinct: order is visible
             gradients = [note for note in notes if isinstance(note, str)]
             self.assertEqual(len(gradients), 6)
             self.assertLess(notes.index(launches[0]), notes.index(gradients[-1]))
@@ -211,7 +212,7 @@ class TestOverlap(unittest.TestCase):
             return comm.notes
 
         for notes in virtual(3, watch):
-            self.assertEqual([size - 9 * 3 for _, size in notes], [9, 41, 7, 49, 4, 19])
+            self.assertEqual([size for _, size in notes], [9, 41, 7, 49, 4, 19])
 
     def test_ranks_that_finish_gradients_in_different_orders_launch_in_the_same(self):
         def watch(comm):
@@ -223,7 +224,7 @@ class TestOverlap(unittest.TestCase):
 
         results = virtual(3, watch)
         for notes, flat in results:
-            self.assertEqual([size - 9 * 3 for _, size in notes], [3, 11, 3, 11])
+            self.assertEqual([size for _, size in notes], [3, 11, 3, 11])
             self.assertTrue(torch.equal(flat, results[0][1]))
 
 

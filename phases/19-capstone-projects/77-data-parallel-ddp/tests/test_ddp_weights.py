@@ -31,7 +31,7 @@ class Scale(nn.Module):
 def weighted_gradient(comm, batches, dtype=torch.float32, samples=None):
     """Be one rank: one step on its batch, weighted by its rows (or as `samples` says)."""
     module = Scale(dtype)
-    ddp = DistributedDataParallel(module, 25, comm)
+    ddp = DistributedDataParallel(module, 25, comm, weighted=True)
     x = torch.tensor(batches[comm.rank], dtype=dtype)
     ddp.samples = len(x) if samples is None else samples[comm.rank]
     ddp(x).backward()
@@ -108,7 +108,7 @@ class TestWeightedMean(unittest.TestCase):
 
         def train(comm, cap):
             module, log = Everything(), []
-            ddp = DistributedDataParallel(module, cap, comm)
+            ddp = DistributedDataParallel(module, cap, comm, weighted=True)
             for step in range(3):
                 x = data(comm.rank, step, rows=comm.rank + 1)
                 ddp.samples = len(x)
@@ -138,7 +138,7 @@ class TestWeightedMean(unittest.TestCase):
     def test_equal_weights_other_than_one_cost_only_rounding(self):
         def rank(comm, samples):
             module = ThreeLayers()
-            ddp = DistributedDataParallel(module, 25, comm)
+            ddp = DistributedDataParallel(module, 25, comm, weighted=True)
             ddp.samples = samples
             ddp(data(comm.rank)).square().mean().backward()
             return gather_flat_grads(module)
@@ -149,7 +149,7 @@ class TestWeightedMean(unittest.TestCase):
     def test_weights_and_missing_gradients(self):
         def rank(comm):
             module = Branches()
-            ddp = DistributedDataParallel(module, 25, comm)
+            ddp = DistributedDataParallel(module, 25, comm, weighted=True)
             ddp.samples = 3 if comm.rank == 0 else 1
             ddp(data(comm.rank), "a" if comm.rank == 0 else "b").backward()
             return grads(module)
@@ -164,7 +164,7 @@ class TestWeightedMean(unittest.TestCase):
     def test_no_weight_anywhere_is_no_gradient(self):
         def rank(comm):
             module = ThreeLayers()
-            ddp = DistributedDataParallel(module, TINY, comm)
+            ddp = DistributedDataParallel(module, TINY, comm, weighted=True)
             ddp.samples = 0
             ddp(data(comm.rank)).square().mean().backward()
             left = [p.grad for p in module.parameters()]
@@ -183,7 +183,7 @@ class TestWeightedMean(unittest.TestCase):
 
         def rank(comm):
             module, found = Scale(), []
-            ddp = DistributedDataParallel(module, 25, comm)
+            ddp = DistributedDataParallel(module, 25, comm, weighted=True)
             for weights in steps:
                 module.zero_grad()
                 ddp.samples = weights[comm.rank]
@@ -201,9 +201,9 @@ class TestWeightedMean(unittest.TestCase):
 
             def rank(comm, dtype=dtype):
                 module = Scale(dtype)
-                ddp = DistributedDataParallel(module, 25, comm)
+                ddp = DistributedDataParallel(module, 25, comm, weighted=True)
                 (only,) = ddp.reducer.buckets
-                only._divide = lambda: only.grad.div_(only._divisor())
+                only.mean_weight = lambda: (only.work.wait(), only._mean_on_device())[1]
                 ddp.samples = 512 if comm.rank == 0 else 1
                 ddp(torch.ones(1, dtype=dtype) if comm.rank == 0 else torch.zeros(1, dtype=dtype)).backward()
                 mean = module.w.grad.item()
@@ -217,7 +217,7 @@ class TestWeightedMean(unittest.TestCase):
 
     def test_it_stays_until_set_again_and_bad_ones_are_refused(self):
         def rank(comm):
-            ddp = DistributedDataParallel(Scale(), 25, comm)
+            ddp = DistributedDataParallel(Scale(), 25, comm, weighted=True)
             first = ddp.samples
             ddp.samples = 7
             ddp(torch.ones(1)).backward()
@@ -226,7 +226,7 @@ class TestWeightedMean(unittest.TestCase):
         self.assertEqual(virtual(2, rank), [(1.0, 7.0)] * 2)
 
         def refused(comm):
-            DistributedDataParallel(Scale(), 25, comm).samples = -3
+            DistributedDataParallel(Scale(), 25, comm, weighted=True).samples = -3
 
         self.assertEqual(refusals(2, refused), ["samples must be a finite number of at least 0, got -3"] * 2)
 
@@ -234,7 +234,7 @@ class TestWeightedMean(unittest.TestCase):
 def train_unevenly(comm, counts, rows):
     """Be one rank with counts[rank] batches of rows[rank] rows; return what it had and did at each step."""
     module, log = ThreeLayers(), []
-    ddp = DistributedDataParallel(module, 25, comm)
+    ddp = DistributedDataParallel(module, 25, comm, weighted=True)
     batches = [data(comm.rank, step, rows[comm.rank]) for step in range(counts[comm.rank])]
     control, calls = comm.counters.control_calls, comm.counters.calls["all_reduce"]
     for batch in uneven(batches, comm):
@@ -282,7 +282,7 @@ class TestUneven(unittest.TestCase):
 
     def test_without_data_under_no_sync_does_nothing(self):
         def rank(comm):
-            ddp = DistributedDataParallel(ThreeLayers(), 25, comm)
+            ddp = DistributedDataParallel(ThreeLayers(), 25, comm, weighted=True)
             with ddp.no_sync():
                 ddp.without_data()
             ddp.sync_grads()
@@ -293,7 +293,7 @@ class TestUneven(unittest.TestCase):
     def test_buffers_are_synchronised_with_those_without_data(self):
         def rank(comm):
             module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-            ddp = DistributedDataParallel(module, 25, comm)
+            ddp = DistributedDataParallel(module, 25, comm, weighted=True)
             for batch in uneven([data(comm.rank)] * (2 - comm.rank), comm):
                 ddp.without_data() if batch is None else ddp(batch).square().mean().backward()
             return module[1].running_mean.clone()
@@ -310,7 +310,7 @@ class TestUneven(unittest.TestCase):
                     raise OSError("disk")
                 yield data(comm.rank)
 
-            ddp = DistributedDataParallel(ThreeLayers(), 25, comm)
+            ddp = DistributedDataParallel(ThreeLayers(), 25, comm, weighted=True)
             for batch in uneven(batches(), comm):
                 ddp(batch).square().mean().backward()
 
@@ -334,7 +334,7 @@ def fails_in_the_middle(rank, world_size):
                 raise OSError("disk")
             yield data(rank, step)
 
-    ddp = DistributedDataParallel(ThreeLayers())
+    ddp = DistributedDataParallel(ThreeLayers(), weighted=True)
     for batch in uneven(batches(), TorchComm()):
         ddp(batch).square().mean().backward()
 

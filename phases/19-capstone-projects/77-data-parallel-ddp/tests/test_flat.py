@@ -95,7 +95,7 @@ class TestFlatUnit(unittest.TestCase):
         unit = FlatUnit(self.named, Here())
         for index, (_, param) in enumerate(self.named):
             param.grad = torch.full_like(param, index + 1.0)
-            unit.take_grad(index)
+            unit.take_grads([index])
             self.assertIs(param.grad, unit.views[index])
         self.assertEqual(unit.grad.tolist(), [1.0] * 6 + [2.0] + [4.0] * 4)
         unit.grad.mul_(2)  # what a collective does to the flat memory, the parameters see
@@ -104,23 +104,23 @@ class TestFlatUnit(unittest.TestCase):
     def test_taking_a_view_again_copies_nothing(self):
         unit = FlatUnit(self.named, Here())
         self.named[0][1].grad = torch.ones(2, 3)
-        unit.take_grad(0)
+        unit.take_grads([0])
         version = unit.grad._version
-        unit.take_grad(0)
+        unit.take_grads([0])
         self.assertEqual(unit.grad._version, version)
 
     def test_strided_sparse_and_graph_carrying_gradients(self):
         weight = nn.Parameter(torch.zeros(2, 3))
         unit = FlatUnit([("weight", weight)], Here())
         weight.grad = torch.arange(6.0).view(3, 2).t()
-        unit.take_grad(0)
+        unit.take_grads([0])
         self.assertEqual(unit.grad.tolist(), [0, 2, 4, 1, 3, 5])
         with torch.sparse.check_sparse_tensor_invariants():
             weight.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 0]], [5.0, 6.0, 7.0], (2, 3))
-        unit.take_grad(0)
+        unit.take_grads([0])
         self.assertEqual(unit.grad.tolist(), [0, 0, 5, 13, 0, 0])
         weight.grad = torch.ones(2, 3, requires_grad=True) * 3
-        unit.take_grad(0)
+        unit.take_grads([0])
         self.assertEqual(unit.grad.tolist(), [3] * 6)
         self.assertFalse(unit.grad.requires_grad)
 
