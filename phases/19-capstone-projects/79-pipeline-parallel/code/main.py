@@ -9,22 +9,17 @@ import demo  # 76: flags, tables, the verdict
 import torch
 from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
 from mesh_comm import MeshComm  # 76: the same over a mesh
-from gantt import render_gantt, save_gantt  # a schedule as a picture
+from chrome_trace import save_trace  # for Perfetto
+from gantt import render_gantt, save_gantt, save_memory  # a schedule as a picture
+from optimum import fastest_span  # the shortest of all schedules
 from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers  # without a pipeline
-from pipeline import Pipeline, pass_messages  # the interpreter that runs a schedule
+from lone_messages import add_lone_messages, pass_messages  # what deadlocks
+from pipeline import Pipeline  # the interpreter that runs a schedule
 from pipeline_bench import bench  # side by side with torch.distributed.pipelining, for --bench
 from ranks import RankError, run_ranks  # 76: processes
-from schedule import (  # schedules as data
-    SCHEDULES,
-    ScheduleError,
-    add_lone_messages,
-    bubble_fraction,
-    gpipe_schedule,
-    make_orders,
-    make_schedule,
-    measure_bubble,
-    timeline,
-)
+from instructions import ScheduleError
+from schedule import SCHEDULES, gpipe_schedule, make_orders, make_schedule, stages_per_rank  # schedules as data
+from simulator import bubble_formula, bubble_fraction, measure_bubble, simulate, timeline  # what it costs
 from schedule_check import check_schedule  # the proof that a schedule can run
 from stage_mlp import (  # what is cut and trained
     SEED,
@@ -57,44 +52,62 @@ __all__ = [
 
 
 def draw(args, claims: demo.Claims) -> None:
-    """Claim: both schedules need 2 (M + N - 1) cycles; they differ in the order of work."""
+    """Claim: GPipe and 1F1B need 2 (M + N - 1) cycles; they differ in the order of work."""
     n, m = args.world_size, args.microbatches
     schedules = {name: make_schedule(name, n, m) for name in SCHEDULES}
-    for name, schedule in schedules.items():
-        demo.say(f"\n{name}, N = {n} stages, M = {m} microbatches\n{render_gantt(schedule, n, m)}")
-    cycles = {name: max(slot.end for slot in timeline(schedule)) for name, schedule in schedules.items()}
-    claims.check("both take 2 (M + N - 1) cycles", set(cycles.values()) == {2 * (m + n - 1)}, str(cycles))
+    for name in SCHEDULES:
+        shown = min(n, m) if name == "interleaved" else m  # twice as many computations: too wide for a terminal
+        demo.say(f"\n{name}, N = {n}, M = {shown}\n{render_gantt(make_schedule(name, n, shown), n, shown)}")
+    cycles = {name: max(slot.end for slot in timeline(schedules[name])) for name in ("gpipe", "1f1b")}
+    claims.check("GPipe and 1F1B take 2 (M + N - 1) cycles", set(cycles.values()) == {2 * (m + n - 1)}, str(cycles))
     if demo.is_main():
-        titles = {f"{name}, N = {n}, M = {m}": schedule for name, schedule in schedules.items()}
-        demo.say(f"      saved as a picture: {save_gantt(titles, demo.out_dir(args) / 'gantt.png')}")
+        simulations = {f"{name}, N = {n}, M = {m}": simulate(schedule) for name, schedule in schedules.items()}
+        slots, out = {title: found.slots for title, found in simulations.items()}, demo.out_dir(args)
+        demo.say(f"      saved as a picture: {save_gantt(slots, out / 'gantt.png')}")
+        demo.say(f"      activations over time: {save_memory(simulations, out / 'memory.png')}")
+        demo.say(f"      for ui.perfetto.dev: {save_trace(slots, out / 'predicted.json', unit=1000)}")
 
 
 def bubble(claims: demo.Claims) -> None:
-    """Claim: the bubble that the simulator measures is (N - 1) / (M + N - 1), whatever F and B cost."""
+    """Claim: the bubble that the simulator measures is each schedule's formula; of GPipe and 1F1B at any times."""
     rows, worst = [], 0.0
-    for n, m in ((2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
-        row = []
-        for name in SCHEDULES:
-            schedule = make_schedule(name, n, m)
-            row += [measure_bubble(schedule), measure_bubble(schedule, forward=1, backward=2)]
-        formula = bubble_fraction(n, m)
-        worst = max(worst, *(abs(measured - formula) for measured in row))
-        rows.append([n, m, *row, formula])
-    costs = [f"{name} {cost}" for name in SCHEDULES for cost in ("B = F", "B = 2F")]
-    demo.table(["N", "M", *costs, "(N-1)/(M+N-1)"], rows, "Bubble: the fraction of time that ranks wait")
-    claims.check("the measured bubble is the formula", worst < 1e-12, f"largest difference {worst:.1e}")
+    for n, m in ((2, 2), (2, 8), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
+        measured = {name: measure_bubble(make_schedule(name, n, m)) for name in SCHEDULES}
+        formulas = {name: bubble_formula(name, n, m) for name in SCHEDULES}
+        slower = [measure_bubble(make_schedule(name, n, m), backward=2) for name in ("gpipe", "1f1b")]
+        worst = max(worst, *(abs(measured[name] - formulas[name]) for name in SCHEDULES))
+        worst = max(worst, *(abs(found - bubble_fraction(n, m)) for found in slower))
+        rows.append([n, m, *measured.values(), *(f"{formulas[name]:.4f}" for name in ("1f1b", "interleaved", "zb-h1"))])
+    formulas = ("(N-1)/(M+N-1)", "(N-1)/(2M+N-1)", "(N-1)/(3M+N-1)")
+    demo.table(["N", "M", *SCHEDULES, *formulas], rows, "Bubble: the fraction of time that ranks wait, simulated")
+    claims.check("the simulated bubbles are the formulas", worst < 1e-12, f"largest difference {worst:.1e}")
+
+
+def optimum(claims: demo.Claims) -> None:
+    """Claim: nobody can do better. All schedules of small sizes are tried: none is shorter."""
+    rows = []
+    for n, m in ((2, 3), (3, 2), (3, 4), (4, 4)):
+        spans = {name: int(max(slot.end for slot in timeline(make_orders(name, n, m)))) for name in SCHEDULES}
+        best = [fastest_span(n, m), fastest_span(n, m, virtual_stages=2), fastest_span(n, m, "FBW", most_alive=n)]
+        rows.append([n, m, spans["1f1b"], best[0], spans["interleaved"], best[1], spans["zb-h1"], best[2]])
+    columns = ["N", "M", "1f1b", "shortest", "interleaved", "shortest", "zb-h1", "shortest"]
+    demo.table(columns, rows, "Cycles of a step; beside each the shortest of all schedules (ZB-H1: with N activations)")
+    claims.check("no schedule is shorter", all(row[i] == row[i + 1] for row in rows for i in (2, 4, 6)))
 
 
 def memory(claims: demo.Claims) -> None:
-    """Claim: GPipe holds M activations on each stage; 1F1B holds min(M, N - stage), however large M is."""
+    """Claim: GPipe holds M activations on each stage, 1F1B min(M, N - stage), ZB-H1 min(M, N): however large M is."""
     rows, good = [], True
     for name in SCHEDULES:
         for m in (2, 8, 32):
             peaks = check_schedule(make_schedule(name, 4, m)).peak_live
-            good &= peaks == {stage: m if name == "gpipe" else min(m, 4 - stage) for stage in range(4)}
+            expected = {"gpipe": [m] * 4, "1f1b": [min(m, 4 - rank) for rank in range(4)], "zb-h1": [min(m, 4)] * 4}
+            good &= name not in expected or [*peaks.values()] == expected[name]
             rows.append([name, m, *peaks.values()])
-    demo.table(["schedule", "M", *(f"stage {stage}" for stage in range(4))], rows, "Activations alive at once, N = 4")
-    claims.check("peaks: GPipe M, 1F1B min(M, N - stage)", good)
+    demo.table(["schedule", "M", *(f"rank {rank}" for rank in range(4))], rows, "Activations alive at once, N = 4")
+    same = {name: {tuple(row[2:]) for row in rows if row[0] == name and row[1] > 2} for name in SCHEDULES}
+    claims.check("peaks: GPipe M, 1F1B min(M, N - stage), ZB-H1 min(M, N)", good)
+    claims.check("but for GPipe they do not grow with M", [len(found) for found in same.values()] == [2, 1, 1, 1])
 
 
 def deadlock(claims: demo.Claims) -> None:
@@ -123,7 +136,7 @@ def train(args, claims: demo.Claims) -> None:
     """Claim: over real processes, losses and parameters have the bits of one process that loops over microbatches."""
     n, m = args.world_size, args.microbatches
     results = run_ranks(train_worker, n, args.steps, args.batch, m, args.seed, backend=args.backend)
-    rows = [[name, rank, *rank_rows[name]] for name in SCHEDULES for rank, rank_rows in enumerate(results)]
+    rows = [[name, rank, *rank_rows[name]] for name in results[0] for rank, rank_rows in enumerate(results)]
     demo.table(
         ["schedule", "rank", "first loss", "last loss", "same bits", "alive at once"],
         rows,
@@ -138,13 +151,14 @@ def train_worker(rank: int, world_size: int, steps: int, batch: int, microbatche
     comm, rows = TorchComm(), {}
     losses, _, alone = train_one_process(steps, batch, microbatches, seed, comm.device)
     for name in SCHEDULES:
+        if world_size * stages_per_rank(name) > len(SIZES) - 1:
+            continue  # too few layers for two stages a rank
         pipeline = build_pipeline(comm, batch, microbatches, name, seed)
         found, _ = train_stage(pipeline, steps, seed)
-        stage = pipeline.stages[rank]
-        layers = zip(stage.layers, alone.layers[stage.first : stage.last], strict=True)
-        same = found == losses and all(
-            torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias) for a, b in layers
-        )
+        same = found == losses
+        for stage in pipeline.stages.values():
+            for a, b in zip(stage.layers, alone.layers[stage.first : stage.last], strict=True):
+                same &= torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
         first, last = (sum(part) / microbatches for part in (found[:microbatches], found[-microbatches:]))
         rows[name] = [first, last, same, pipeline.peak_live]
     return rows
@@ -156,7 +170,8 @@ def mean(claims: demo.Claims) -> None:
     full = full_batch_gradients(whole_numbers(StageMLP(0, 1)), x, target)
     for m in (1, 2, 4, 8):
         for name in SCHEDULES:
-            found = [g for stage in VirtualCluster(4).run(whole_worker, name, m) for g in stage]
+            by_stage = {i: grads for rank in VirtualCluster(4).run(whole_worker, name, m) for i, grads in rank.items()}
+            found = [g for stage in sorted(by_stage) for g in by_stage[stage]]
             same = all(torch.equal(a, b) for a, b in zip(found, full, strict=True))
             norms = [sum(g.square().sum().item() for g in grads) ** 0.5 for grads in (found, full)]
             rows.append([name, m, 8 // m, *norms, same])
@@ -165,14 +180,15 @@ def mean(claims: demo.Claims) -> None:
     claims.check("gradients are those of the full batch, exactly", all(row[-1] for row in rows))
 
 
-def whole_worker(mesh, name: str, microbatches: int) -> list[torch.Tensor]:
-    """Return one stage's gradients for the batch of whole numbers, on a virtual rank."""
-    stage, n = whole_numbers(StageMLP(mesh.rank, mesh.world_size)), mesh.world_size
+def whole_worker(mesh, name: str, microbatches: int) -> dict[int, list[torch.Tensor]]:
+    """Return {stage: gradients} of a virtual rank, for the batch of whole numbers."""
+    n, count = mesh.world_size, mesh.world_size * stages_per_rank(name)
+    stages = [whole_numbers(StageMLP(stage, count)) for stage in range(mesh.rank, count, n)]
     x, target = whole_batch(8)
-    shapes = stage_shapes(n, 8 // microbatches)
-    pipeline = Pipeline(stage, make_schedule(name, n, microbatches), mse_loss, shapes, torch.float64, MeshComm(mesh))
+    shapes = stage_shapes(count, 8 // microbatches)
+    pipeline = Pipeline(stages, make_schedule(name, n, microbatches), mse_loss, shapes, torch.float64, MeshComm(mesh))
     pipeline.step(x.chunk(microbatches), target.chunk(microbatches))
-    return [parameter.grad for parameter in stage.parameters()]
+    return {i: [parameter.grad for parameter in stage.parameters()] for i, stage in pipeline.stages.items()}
 
 
 def main() -> int:
@@ -188,6 +204,7 @@ def main() -> int:
         return bench(args)
     draw(args, claims)
     bubble(claims)
+    optimum(claims)
     memory(claims)
     deadlock(claims)
     train(args, claims)

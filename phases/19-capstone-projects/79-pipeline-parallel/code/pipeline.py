@@ -3,12 +3,16 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
-from comm import Comm, TorchComm
-from mesh import Mesh, must_agree
-from schedule import Compute, Exchange, consumer
+from comm import Comm, TorchComm, Work
+from instructions import Compute, Exchange, Schedule, consumer, is_split
+from mesh import must_agree
+from recompute import random_state, replayed
 from schedule_check import check_schedule
+from split_backward import WeightsLater, add_weight_gradients
+from tied import TiedWeight
 from torch import nn
 from wire import dtype_name
 
@@ -26,12 +30,25 @@ class _Resume(torch.autograd.Function):
         return ctx.gradient, None
 
 
+class _Activation:
+    """What a microbatch's backward pass needs of its forward pass through one stage."""
+
+    def __init__(self, x: torch.Tensor):
+        self.input, self.output = x, None
+        self.later: list = []  # weight gradients, where backward is split
+        self.random_state: list[torch.Tensor] = []  # before the forward pass, where that is computed again
+
+
 class Pipeline:
     """One rank's part of a pipeline. `step` runs one batch: gradients accumulate in the parameters, losses come back.
 
     `stages`: this rank's stage; or, in a schedule with several a rank, the list of stages rank, rank + N, ...
     `shapes`: the input shape of every stage for one microbatch; `shapes[0]` is the microbatch's own.
     `dtype`: of what flies between stages. `loss_fn(output, target)`: the mean over one microbatch.
+    `checkpoint`: keep only a stage's input, and compute its forward pass again in backward (recompute.py).
+    `tied`: a weight of which several stages have a copy (tied.py).
+    `on_gradients(stage)`: called when all gradients of a stage are there, while other stages may still be at work;
+    returns a Work, for which `step` waits at its end, or None.
 
     Raises ValueError if the schedule is wrong, or on every rank if they disagree about it, the shapes or the dtype.
     """
@@ -39,11 +56,15 @@ class Pipeline:
     def __init__(
         self,
         stages: nn.Module | Sequence[nn.Module],
-        schedule: dict[int, list[Compute | Exchange]],
+        schedule: Schedule,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype = torch.float32,
         comm: Comm | None = None,
+        *,
+        checkpoint: bool = False,
+        tied: TiedWeight | None = None,
+        on_gradients: Callable[[int], Work | None] | None = None,
     ):
         comm = TorchComm() if comm is None else comm
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
@@ -52,13 +73,18 @@ class Pipeline:
         self.shapes, self.dtype, self.loss_fn = [tuple(shape) for shape in shapes], dtype, loss_fn
         self.stages = dict(zip(range(comm.rank, self.num_stages, comm.world_size), modules, strict=False))
         plan = {"schedule": _digest(schedule), "stages": len(modules), "dtype": dtype_name(dtype)}
-        must_agree(comm, "the pipeline", plan | {"shapes": [list(shape) for shape in self.shapes]})
+        plan |= {"tied": tied is not None, "shapes": [list(shape) for shape in self.shapes]}
+        must_agree(comm, "the pipeline", plan)
         self._check_plan(facts.num_ranks, comm.world_size, len(modules))
         self.comm, self.peak_live = comm.unchecked(), 0  # from here on, all ranks know what all others do
         self.last_rank = (self.num_stages - 1) % comm.world_size
+        self.checkpoint, self.tied, self.on_gradients, self.stopwatch = checkpoint, tied, on_gradients, None
         tagged = comm.device.type == "cpu"  # NCCL has no tags: there messages must be posted as the schedule pairs them
         self.program = receive_early(schedule[comm.rank]) if tagged else schedule[comm.rank]
-        self._run = {"F": self._forward, "B": self._backward}
+        self.split = is_split(schedule)
+        self._run = {"F": self._forward, "B": self._backward, "W": self._weight}
+        backwards = [i for i in self.program if isinstance(i, Compute) and i.kind == ("W" if self.split else "B")]
+        self._ends = {work.stage: work for work in backwards}  # the last one of each stage
 
     def step(self, microbatches: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run forward and backward of one batch; return the M losses, (M,) in float64, on every rank.
@@ -70,39 +96,82 @@ class Pipeline:
         self._check_batch(microbatches, targets)
         self._microbatches, self._targets = microbatches, targets
         self._losses = torch.zeros(self.num_microbatches, dtype=torch.float64, device=self.comm.device)
-        self._live: dict[tuple[int, int], tuple] = {}  # (stage, microbatch) -> (input, output with its graph)
+        self._live: dict[tuple[int, int], _Activation] = {}  # (stage, microbatch) -> what its backward needs
         self._inbox: dict[Compute, tuple] = {}  # computation -> (tensor that feeds it, Work to wait for, or None)
         self._outbox: dict[Compute, torch.Tensor] = {}  # computation on another rank -> tensor that feeds it
         self._in_flight: deque = deque()  # sends whose memory is still being read
+        self._synchronising: list[Work] = []
+        if self.tied is not None:
+            self.tied.begin()
+        if self.stopwatch is not None:
+            self.stopwatch.start()
         for instruction in self.program:
             if isinstance(instruction, Exchange):
                 self._exchange(instruction)
             else:
-                self._run[instruction.kind](instruction)
+                self._compute(instruction)
         self._finish_sends(0)
+        for work in self._synchronising:
+            work.wait()
+        if self.tied is not None:
+            self.tied.sum_gradients()
         self.comm.broadcast(self._losses, src=self.last_rank)
         return self._losses
 
-    def _forward(self, work: Compute) -> None:
-        x = self._microbatches[work.microbatch] if work.stage == 0 else self._take(work).requires_grad_()
-        y = self.stages[work.stage](x)
-        if work.stage == self.num_stages - 1:
-            loss = self.loss_fn(y, self._targets[work.microbatch])
-            self._losses[work.microbatch] = loss.detach()
-            y = loss / self.num_microbatches  # the sum of the M gradients is then the gradient of the mean
-        else:
-            self._give(work, y.detach())
-        self._live[work.stage, work.microbatch] = x, y
-        self.peak_live = max(self.peak_live, len(self._live))
+    def _compute(self, work: Compute) -> None:
+        incoming = self._take(work)
+        begin = self.stopwatch.mark() if self.stopwatch is not None else None
+        result = self._run[work.kind](work, incoming)
+        if begin is not None:
+            self.stopwatch.note(work, begin)
+        if result is not None:
+            self._give(work, result)
+        if self.on_gradients is not None and work == self._ends[work.stage]:
+            launched = self.on_gradients(work.stage)
+            self._synchronising += [launched] if launched is not None else []
 
-    def _backward(self, work: Compute) -> None:
-        x, y = self._live.pop((work.stage, work.microbatch))
+    def _forward(self, work: Compute, x: torch.Tensor) -> torch.Tensor | None:
+        if work.stage > 0:
+            x.requires_grad_()
+        kept = self._live[work.stage, work.microbatch] = _Activation(x)
+        self.peak_live = max(self.peak_live, len(self._live))
+        if self.checkpoint:
+            kept.random_state = random_state(self.comm.device)
+            with torch.no_grad():
+                y = self._run_stage(work, kept)
+        else:
+            y = kept.output = self._run_stage(work, kept)
         if work.stage < self.num_stages - 1:
-            y = _Resume.apply(y, self._take(work))
+            return y.detach()
+        self._losses[work.microbatch] = y.detach()
+        return None
+
+    def _backward(self, work: Compute, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        key = (work.stage, work.microbatch)
+        kept = self._live[key] if self.split else self._live.pop(key)
+        if self.checkpoint:
+            with replayed(kept.random_state, self.comm.device):
+                kept.output = self._run_stage(work, kept)
+        x, y, kept.input, kept.output = kept.input, kept.output, None, None
+        if gradient is None:
+            y = y / self.num_microbatches  # the sum of the M gradients is then the gradient of the mean
+        else:
+            y = _Resume.apply(y, gradient)
         if y.requires_grad:  # not so in a first stage whose parameters are all frozen
             y.backward()
-        if work.stage > 0:
-            self._give(work, torch.zeros_like(x) if x.grad is None else x.grad)
+        if work.stage == 0:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _weight(self, work: Compute, _) -> None:
+        add_weight_gradients(self._live.pop((work.stage, work.microbatch)).later)
+
+    def _run_stage(self, work: Compute, kept: "_Activation") -> torch.Tensor:
+        """Return the stage's output, or of the last stage the microbatch's loss."""
+        with WeightsLater(kept.later) if self.split else nullcontext():
+            y = self.stages[work.stage](kept.input)
+            last = work.stage == self.num_stages - 1
+            return self.loss_fn(y, self._targets[work.microbatch]) if last else y
 
     def _exchange(self, exchange: Exchange) -> None:
         buffers = [(m.feeds, self._buffer(m.feeds)) for m in exchange.recvs]
@@ -119,7 +188,11 @@ class Pipeline:
         while len(self._in_flight) > allowed:
             self._in_flight.popleft()[0].wait()
 
-    def _take(self, work: Compute) -> torch.Tensor:
+    def _take(self, work: Compute) -> torch.Tensor | None:
+        if work.kind == "F" and work.stage == 0:
+            return self._microbatches[work.microbatch]
+        if work.kind == "W" or (work.kind == "B" and work.stage == self.num_stages - 1):
+            return None
         tensor, arrival = self._inbox.pop(work)
         if arrival is not None:
             arrival.wait()
@@ -177,19 +250,6 @@ def receive_early(program: list[Compute | Exchange], by: int = 2) -> list[Comput
             early += [Exchange(sends=item.sends)] if item.sends else []
             early += next(later, [])
     return early
-
-
-def pass_messages(mesh: Mesh, schedule: dict[int, list[Compute | Exchange]]) -> None:
-    """Run a schedule's messages alone, empty, without a model: a test of its communication.
-
-    On VirtualCluster(buffered=False) a send that is posted alone waits for its receiver.
-    """
-    for item in schedule[mesh.rank]:
-        if isinstance(item, Exchange):
-            for message in item.sends:
-                mesh.send(message.peer, torch.empty(0), message.feeds.tag, lone=not item.recvs)
-            for message in item.recvs:
-                mesh.recv(message.peer, message.feeds.tag)
 
 
 def _digest(schedule) -> str:

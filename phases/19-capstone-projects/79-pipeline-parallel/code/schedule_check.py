@@ -4,8 +4,9 @@
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from schedule import Compute, Exchange, ScheduleError, consumer
+from instructions import Compute, Exchange, ScheduleError, consumer, is_split
 
 Place = tuple[int, int]  # (rank, index of the instruction)
 Link = tuple[int, int, Compute]  # a message: (from rank, to rank, the computation it feeds)
@@ -33,7 +34,7 @@ def check_schedule(schedule: dict[int, list], max_live: dict[int, int] | None = 
         raise ValueError("the schedule is empty")
     num_stages = max(len(schedule), 1 + max(compute.stage for compute in where))
     num_microbatches = 1 + max(compute.microbatch for compute in where)
-    _check_complete(where, len(schedule), num_stages, num_microbatches)
+    _check_complete(where, len(schedule), num_stages, num_microbatches, "FBW" if is_split(schedule) else "FB")
     _check_results(schedule, where, sent, received, num_stages)
     _check_pairs(schedule, sent, received)
     _check_deadlock(schedule)
@@ -72,20 +73,21 @@ def _collect(schedule) -> tuple[dict[Compute, Place], dict[Link, Place], dict[Li
 
 def _check_numbers(rank: int, index: int, item, compute: Compute) -> None:
     numbers = (compute.stage, compute.microbatch)
-    if compute.kind not in ("F", "B") or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ScheduleError(rank, index, item, "kind must be F or B; stage and microbatch whole numbers from 0")
+    if compute.kind not in ("F", "B", "W") or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ScheduleError(rank, index, item, "kind must be F, B or W; stage and microbatch whole numbers from 0")
 
 
-def _check_complete(where, num_ranks: int, num_stages: int, num_microbatches: int) -> None:
-    """Each stage and microbatch is there in F and in B; B comes after F."""
+def _check_complete(where, num_ranks: int, num_stages: int, num_microbatches: int, kinds: str) -> None:
+    """Each stage and microbatch is there in every kind, in their order: F, B and, if there is any W at all, W."""
     for stage in range(num_stages):
         for m in range(num_microbatches):
-            forward, backward = Compute("F", stage, m), Compute("B", stage, m)
-            for compute in (forward, backward):
+            steps = [Compute(kind, stage, m) for kind in kinds]
+            for compute in steps:
                 if compute not in where:
                     raise ScheduleError(stage % num_ranks, None, compute, "is missing")
-            if where[backward] < where[forward]:
-                raise ScheduleError(*where[backward], backward, f"comes before {forward}, whose activation it needs")
+            for before, after in pairwise(steps):
+                if where[after] < where[before]:
+                    raise ScheduleError(*where[after], after, f"comes before {before}, whose result it needs")
 
 
 def _check_results(schedule, where, sent, received, num_stages: int) -> None:
@@ -159,11 +161,12 @@ def _check_deadlock(schedule) -> None:
 
 
 def _peak_live(rank: int, program: list, limit: int | None) -> int:
-    """Count the activations alive at once on a rank: each lives from its F to its B."""
+    """Count the activations alive at once on a rank: each lives from its F to its B, or to its W where there is one."""
     live = peak = 0
+    last = "W" if is_split({rank: program}) else "B"
     for index, item in enumerate(program):
         if isinstance(item, Compute):
-            live += 1 if item.kind == "F" else -1
+            live += (item.kind == "F") - (item.kind == last)
             peak = max(peak, live)
             if limit is not None and live > limit:
                 raise ScheduleError(rank, index, item, f"{live} activations are alive; the limit is {limit}")

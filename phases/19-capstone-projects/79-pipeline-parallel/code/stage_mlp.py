@@ -2,9 +2,10 @@
 
 import torch
 from comm import Comm, TorchComm
+from instructions import check_sizes
 from pipeline import Pipeline
 from ranks import run_ranks
-from schedule import SCHEDULES, check_sizes, make_schedule
+from schedule import check_name, make_schedule, stages_per_rank
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -80,22 +81,27 @@ def sgd_step(module: nn.Module, lr: float = LEARNING_RATE) -> None:
                 parameter.grad.zero_()
 
 
-def build_pipeline(comm: Comm, batch: int, microbatches: int, schedule: str = "gpipe", seed: int = SEED) -> Pipeline:
-    """Return a rank's part of the pipeline, one stage of the MLP a rank; `batch` is rows per microbatch."""
-    stage = StageMLP(comm.rank, comm.world_size, seed=seed).to(comm.device)
+def build_pipeline(
+    comm: Comm, batch: int, microbatches: int, schedule: str = "gpipe", seed: int = SEED, **options
+) -> Pipeline:
+    """Return a rank's part of the pipeline over the MLP; `batch` is rows per microbatch, `options` are Pipeline's."""
+    num_stages = comm.world_size * stages_per_rank(schedule)
+    ours = range(comm.rank, num_stages, comm.world_size)
+    stages = [StageMLP(stage, num_stages, seed=seed).to(comm.device) for stage in ours]
     program = make_schedule(schedule, comm.world_size, microbatches)
-    return Pipeline(stage, program, mse_loss, stage_shapes(comm.world_size, batch), comm=comm)
+    return Pipeline(stages, program, mse_loss, stage_shapes(num_stages, batch), comm=comm, **options)
 
 
 def train_stage(pipeline: Pipeline, steps: int, seed: int = SEED) -> tuple[list[float], float]:
     """Train; return (losses of all microbatches of all steps, final norm of the whole model), equal on all ranks."""
-    comm, stage, losses = pipeline.comm, pipeline.stages[pipeline.comm.rank], []
+    comm, stages, losses = pipeline.comm, pipeline.stages.values(), []
     rows = pipeline.shapes[0][0] * pipeline.num_microbatches
     for step in range(steps):
         x, target = (t.to(comm.device) for t in make_batch(step, rows, seed))
         losses += pipeline.step(x.chunk(pipeline.num_microbatches), target.chunk(pipeline.num_microbatches)).tolist()
-        sgd_step(stage)
-    square = sum(p.detach().double().square().sum() for p in stage.parameters()).reshape(1)
+        for stage in stages:
+            sgd_step(stage)
+    square = sum(p.detach().double().square().sum() for stage in stages for p in stage.parameters()).reshape(1)
     comm.all_reduce(square)
     return losses, square.sqrt().item()
 
@@ -112,13 +118,13 @@ def run_pipeline(
     """Train the MLP over `num_stages` processes; return {rank: (losses, norm)}.
 
     `batch` is rows per microbatch. `losses` holds steps x microbatches values, in order, the same on every rank; `norm`
-    is the final norm of all parameters of the whole model, the same on every rank.
-    Raises ValueError for a size below 1, more stages than layers, or an unknown schedule, before any process starts.
+    is the final norm of all parameters of the whole model, the same on every rank. Interleaved, each process holds two
+    stages. Raises ValueError for a size below 1, more stages than layers, or an unknown schedule, before any process
+    starts.
     """
-    check_sizes(steps=steps, batch=batch, microbatches=microbatches)
-    check_stages(num_stages)
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    check_sizes(steps=steps, batch=batch, microbatches=microbatches, num_stages=num_stages)
+    check_name(schedule)
+    check_stages(num_stages * stages_per_rank(schedule))
     results = run_ranks(_worker, num_stages, steps, batch, microbatches, schedule, seed, backend=backend)
     return dict(enumerate(results))
 

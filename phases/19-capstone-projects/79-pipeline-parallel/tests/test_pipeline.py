@@ -14,7 +14,9 @@ from mesh_comm import MeshComm
 from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers
 from pipeline import Pipeline
 from ranks import RankError, run_ranks
-from schedule import SCHEDULES, Compute, add_messages, make_schedule
+from instructions import Compute
+from schedule import SCHEDULES, add_messages, make_schedule, stages_per_rank
+from schedule_check import check_schedule
 from stage_mlp import SIZES, StageMLP, build_pipeline, make_batch, run_pipeline, stage_shapes, train_stage
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -25,12 +27,18 @@ def setUpModule():
     torch.set_num_threads(1)  # as in a rank: the same kernels, the same bits
 
 
-def gradients(mesh, schedule, batch, m):
-    """One step on one virtual rank: (losses, gradients of its stage, its pipeline)."""
-    pipeline = build_pipeline(MeshComm(mesh), batch, m, schedule)
+def gradients(mesh, schedule, batch, m, **options):
+    """One step on one virtual rank: (losses, {stage: gradients}, its pipeline)."""
+    pipeline = build_pipeline(MeshComm(mesh), batch, m, schedule, **options)
     x, target = make_batch(0, batch * m)
     losses = pipeline.step(x.chunk(m), target.chunk(m))
-    return losses, [p.grad for p in pipeline.stages[mesh.rank].parameters()], pipeline
+    return losses, {i: [p.grad for p in stage.parameters()] for i, stage in pipeline.stages.items()}, pipeline
+
+
+def joined(results):
+    """The gradients of all stages of all ranks, in the order of stages."""
+    by_stage = {i: grads for _, found, _ in results for i, grads in found.items()}
+    return [g for i in sorted(by_stage) for g in by_stage[i]]
 
 
 def reference(batch, m):
@@ -96,22 +104,22 @@ class TestStages(unittest.TestCase):
 
 class TestGradients(unittest.TestCase):
     def test_every_size_has_the_bits_of_one_process(self):
-        """All N and M from 1 to 8, both schedules: losses on every rank, gradients of every stage."""
+        """All N and M from 1 to 8, each schedule: losses on every rank, gradients of every stage."""
         for m in range(1, 9):
             losses, expected = reference(2, m)
             for n in range(1, 9):
-                for name in SCHEDULES:
+                for name in SCHEDULES if n <= 4 else ("gpipe", "1f1b", "zb-h1"):  # 8 layers, two stages a rank
                     results = VirtualCluster(n, seed=n * m).run(gradients, name, 2, m)
                     self.assertTrue(all(torch.equal(r[0], losses) for r in results), (name, n, m))
-                    self.assertTrue(equal([g for r in results for g in r[1]], expected), (name, n, m))
-                    limit = [m if name == "gpipe" else min(m, n - rank) for rank in range(n)]
+                    self.assertTrue(equal(joined(results), expected), (name, n, m))
+                    limit = [*check_schedule(make_schedule(name, n, m)).peak_live.values()]
                     self.assertEqual([r[2].peak_live for r in results], limit, (name, n, m))
 
     def test_any_interleaving_of_ranks_gives_the_same_bits(self):
         _, expected = reference(2, 5)
         for seed in range(10):
-            results = VirtualCluster(4, seed=seed).run(gradients, "1f1b", 2, 5)
-            self.assertTrue(equal([g for r in results for g in r[1]], expected), seed)
+            for name in ("1f1b", "interleaved", "zb-h1"):
+                self.assertTrue(equal(joined(VirtualCluster(4, seed=seed).run(gradients, name, 2, 5)), expected), seed)
 
     def test_8_rows_cut_in_any_way_have_the_full_batchs_gradients(self):
         """The mean over microbatches is the mean over the batch, not the sum. In double precision, to 9 digits."""
@@ -119,7 +127,7 @@ class TestGradients(unittest.TestCase):
         full = full_batch_gradients(StageMLP(0, 1).double(), x, target)
         for m in (1, 2, 4, 8):
             for name in SCHEDULES:
-                found = [g for r in VirtualCluster(3).run(double_gradients, name, m, x, target, False) for g in r]
+                found = double_run(3, name, m, x, target, False)
                 for g, f in zip(found, full, strict=True):
                     self.assertLess((g - f).abs().max(), 1e-9 * f.abs().max(), (name, m))
 
@@ -128,10 +136,10 @@ class TestGradients(unittest.TestCase):
         x, target = whole_batch(8)
         full = full_batch_gradients(whole_numbers(StageMLP(0, 1)), x, target)
         self.assertTrue(all(torch.equal(g * 64, (g * 64).round()) and g.abs().max() > 0 for g in full))
-        for n in (1, 2, 5):
+        for n in (1, 2, 4):
             for m in (1, 2, 4, 8):
                 for name in SCHEDULES:
-                    found = [g for r in VirtualCluster(n).run(double_gradients, name, m, x, target, True) for g in r]
+                    found = double_run(n, name, m, x, target, True)
                     self.assertTrue(equal(found, full), (name, n, m))
 
     def test_training_stays_equal(self):
@@ -149,27 +157,34 @@ class TestGradients(unittest.TestCase):
         self.assertLess(abs(results[0][1] - norm), 1e-12 * norm)
 
 
+def double_run(n, name, m, x, target, whole):
+    """One step in double precision on n virtual ranks: the gradients of all stages."""
+    results = VirtualCluster(n).run(double_gradients, name, m, x, target, whole)
+    return joined([(None, by_stage, None) for by_stage in results])
+
+
 def double_gradients(mesh, name, m, x, target, whole):
-    """One step in double precision on one virtual rank: the gradients of its stage."""
-    n = mesh.world_size
-    stage = StageMLP(mesh.rank, n).double()
-    stage = whole_numbers(stage) if whole else stage
-    shapes = stage_shapes(n, len(x) // m)
-    pipeline = Pipeline(stage, make_schedule(name, n, m), mse_loss, shapes, torch.float64, MeshComm(mesh))
+    n, count = mesh.world_size, mesh.world_size * stages_per_rank(name)
+    stages = [StageMLP(stage, count).double() for stage in range(mesh.rank, count, n)]
+    stages = [whole_numbers(stage) for stage in stages] if whole else stages
+    shapes = stage_shapes(count, len(x) // m)
+    pipeline = Pipeline(stages, make_schedule(name, n, m), mse_loss, shapes, torch.float64, MeshComm(mesh))
     pipeline.step(x.chunk(m), target.chunk(m))
-    return [p.grad for p in stage.parameters()]
+    return {i: [p.grad for p in stage.parameters()] for i, stage in pipeline.stages.items()}
 
 
 class TestMessages(unittest.TestCase):
     def test_bytes_and_calls(self):
         """Each boundary carries M activations and M gradients of batch x width floats; one broadcast of M losses."""
         batch, m, n = 3, 5, 4
-        widths = [shape[1] for shape in stage_shapes(n, batch)]
         for name in SCHEDULES:
+            stages = n * stages_per_rank(name)
+            widths = [shape[1] for shape in stage_shapes(stages, batch)]
             results = VirtualCluster(n).run(gradients, name, batch, m)
             for rank, (_, _, pipeline) in enumerate(results):
                 counters = pipeline.comm.counters
-                sent = (widths[rank + 1] if rank < n - 1 else 0) + (widths[rank] if rank > 0 else 0)
+                sent = sum(widths[s + 1] for s in pipeline.stages if s < stages - 1)
+                sent += sum(widths[s] for s in pipeline.stages if s > 0)
                 self.assertEqual(counters.bytes["exchange"], m * batch * sent * 4, (name, rank))
                 self.assertEqual((counters.calls["broadcast"], counters.bytes["broadcast"]), (1, 8 * m))
                 self.assertEqual(
@@ -208,9 +223,10 @@ class TestOneRank(unittest.TestCase):
         for m in (1, 3):
             losses, expected = reference(2, m)
             for name in SCHEDULES:
-                ((found, grads, pipeline),) = VirtualCluster(1).run(gradients, name, 2, m)
-                self.assertTrue(torch.equal(found, losses) and equal(grads, expected), (name, m))
-                self.assertEqual(pipeline.peak_live, m if name == "gpipe" else 1)
+                results = ((found, _, pipeline),) = VirtualCluster(1).run(gradients, name, 2, m)
+                self.assertTrue(torch.equal(found, losses) and equal(joined(results), expected), (name, m))
+                live = {"gpipe": m, "interleaved": 2}.get(name, 1)
+                self.assertEqual(pipeline.peak_live, live)
 
     def test_several_stages_on_one_rank_send_nothing(self):
         m, batch = 3, 2
@@ -386,7 +402,9 @@ class TestRefusals(unittest.TestCase):
                     run_pipeline(**{**good, name: bad})
         with self.assertRaisesRegex(ValueError, "9 stages, but the model has only 8 layers"):
             run_pipeline(1, 2, 2, num_stages=9)
-        with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b, got 'zb'"):
+        with self.assertRaisesRegex(ValueError, "10 stages, but the model has only 8 layers"):
+            run_pipeline(1, 2, 2, num_stages=5, schedule="interleaved")
+        with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, got 'zb'"):
             run_pipeline(1, 2, 2, schedule="zb")
 
 
@@ -468,10 +486,10 @@ def dying_worker(rank, world_size):
     pipeline = build_pipeline(TorchComm(), 2, 4, "1f1b")
     original = pipeline._run["B"]
 
-    def backward(work):
+    def backward(work, gradient):
         if rank == 1 and work.microbatch == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        original(work)
+        return original(work, gradient)
 
     pipeline._run["B"] = backward
     train_stage(pipeline, 3)

@@ -35,11 +35,11 @@ class TestDemo(unittest.TestCase):
         self.assertEqual(json.loads(self.lines[-1])["code"], 0, self.errors)
         claims = [line for line in self.lines if line.startswith("ok  ")]
         self.assertIn(f"{len(claims)} of {len(claims)} claims hold", self.lines[-2])
-        self.assertEqual(len(claims), 9)
+        self.assertEqual(len(claims), 11)
         self.assertFalse([line for line in self.lines if line.startswith("FAIL")])
 
     def test_the_charts_are_saved(self):
-        self.assertEqual(self.files, ["gantt.png"])
+        self.assertEqual(self.files, ["gantt.png", "memory.png", "predicted.json"])
 
     def test_nothing_heavy_is_imported(self):
         """Backward through a received gradient would import sympy, an optimizer of torch's its compiler."""

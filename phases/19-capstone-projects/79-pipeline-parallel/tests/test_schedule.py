@@ -4,23 +4,10 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
-from pipeline import pass_messages
-from schedule import (
-    SCHEDULES,
-    Compute,
-    Exchange,
-    ScheduleError,
-    add_messages,
-    bubble_fraction,
-    compute_orders,
-    consumer,
-    gpipe_schedule,
-    make_orders,
-    make_schedule,
-    measure_bubble,
-    needs,
-    timeline,
-)
+from lone_messages import pass_messages
+from instructions import Compute, Exchange, compute_orders, consumer, needs
+from schedule import SCHEDULES, add_messages, gpipe_schedule, make_orders, make_schedule
+from simulator import measure_bubble, timeline
 from virtual import VirtualCluster
 
 SIZES = [(n, m) for n in range(1, 9) for m in range(1, 9)]
@@ -71,7 +58,8 @@ class TestMessages(unittest.TestCase):
                 schedule = make_schedule(name, n, m)
                 sends = [s for p in schedule.values() for i in p if isinstance(i, Exchange) for s in i.sends]
                 recvs = [r for p in schedule.values() for i in p if isinstance(i, Exchange) for r in i.recvs]
-                self.assertEqual(len(sends), 2 * (n - 1) * m)
+                borders = n - 1 if name != "interleaved" else 2 * n - 1 if n > 1 else 0  # all between two ranks
+                self.assertEqual(len(sends), 2 * borders * m)
                 self.assertEqual({s.feeds for s in sends}, {r.feeds for r in recvs})
                 self.assertEqual(len({s.feeds for s in sends}), len(sends))
 
@@ -111,7 +99,7 @@ class TestMessages(unittest.TestCase):
             for sizes in ((bad, 4), (4, bad), (2, 2, bad)):
                 with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
                     make_schedule("1f1b", *sizes)
-        with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b, got 'zb'"):
+        with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, got 'zb'"):
             make_schedule("zb", 2, 2)
 
     def test_both_forms_cost_the_same(self):
@@ -121,59 +109,39 @@ class TestMessages(unittest.TestCase):
             self.assertEqual(measure_bubble(make_schedule(name, 3, 4)), measure_bubble(orders))
 
 
-class TestBubble(unittest.TestCase):
-    def test_the_measured_bubble_is_the_formula_whatever_f_and_b_cost(self):
-        for name in SCHEDULES:
-            for n, m in SIZES:
-                schedule = make_orders(name, n, m)
-                for forward, backward in ((1, 1), (1, 2), (3, 1), (0.7, 1.9)):
-                    measured = measure_bubble(schedule, forward=forward, backward=backward)
-                    self.assertAlmostEqual(measured, bubble_fraction(n, m), 12, (name, n, m, forward, backward))
+class TestInterleaved(unittest.TestCase):
+    def test_by_hand(self):
+        """Two ranks, two stages each: 0 and 2 on rank 0, 1 and 3 on rank 1. Groups of two microbatches."""
+        orders = make_orders("interleaved", 2, 4)
+        found = [" ".join(f"{c.kind}{c.microbatch}{'ab'[c.stage // 2]}" for c in orders[r]) for r in orders]
+        self.assertEqual(found[0], "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a")
+        self.assertEqual(found[1], "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a")
+        self.assertTrue(all(c.stage % 2 == rank for rank, order in orders.items() for c in order))
 
-    def test_it_is_measured_not_restated(self):
-        """One microbatch at a time: one of N stages works at any moment, so the bubble is 1 - 1/N."""
-        for n in (1, 2, 3, 4):
-            orders = {r: [Compute(kind, r, m) for m in range(5) for kind in "FB"] for r in range(n)}
-            self.assertAlmostEqual(measure_bubble(orders, backward=2), 1 - 1 / n)
+    def test_one_stage_a_rank_is_nearly_1f1b(self):
+        """With v = 1 it computes what 1F1B does, in 1F1B's time; it only runs further ahead."""
+        for n, m in SIZES:
+            found = timeline(make_orders("interleaved", n, m, 1))
+            self.assertEqual(max(slot.end for slot in found), 2 * (m + n - 1))
 
-    def test_costs_are_used(self):
-        """N = 2, M = 1 and F of the second stage delayed: F0 F0 B0 B0 takes 2F + 2B."""
-        slots = timeline(make_orders("gpipe", 2, 1), forward=3, backward=5)
-        self.assertEqual([(s.start, s.end, s.rank) for s in slots], [(0, 3, 0), (3, 6, 1), (6, 11, 1), (11, 16, 0)])
 
-    def test_known_values(self):
-        self.assertEqual(bubble_fraction(4, 4), 3 / 7)
-        self.assertEqual(bubble_fraction(1, 5), 0)
-        self.assertAlmostEqual(measure_bubble(gpipe_schedule(4, 4), 4, 4), 3 / 7)
+class TestZeroBubble(unittest.TestCase):
+    def test_by_hand(self):
+        orders = make_orders("zb-h1", 3, 4)
+        self.assertEqual(
+            [" ".join(f"{c.kind}{c.microbatch}" for c in orders[r]) for r in orders],
+            [
+                "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+                "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+                "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+            ],
+        )
 
-    def test_bad_sizes_and_costs_are_refused(self):
-        for sizes in (
-            (0, 4),
-            (4, 0),
-            (4, -1),
-            (1, 0),
-            *((bad, 2) for bad in NOT_SIZES),
-            *((2, bad) for bad in NOT_SIZES),
-        ):
-            for function in (bubble_fraction, gpipe_schedule):
-                with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
-                    function(*sizes)
-        schedule = make_orders("gpipe", 2, 3)
-        for cost in (0, -1, True, float("nan")):
-            with self.assertRaisesRegex(ValueError, "must cost more than 0"):
-                measure_bubble(schedule, backward=cost)
-        for sizes, message in (((3, 3), "num_stages is 3, but the schedule has 2"), ((2, 2), "num_microbatches is 2")):
-            with self.assertRaisesRegex(ValueError, message):
-                measure_bubble(schedule, *sizes)
-        for empty in ({}, [], {0: []}):
-            with self.assertRaisesRegex(ValueError, "empty"):
-                measure_bubble(empty)
-
-    def test_an_order_that_can_never_run_names_the_instruction(self):
-        orders = make_orders("gpipe", 2, 2)
-        orders[1].reverse()
-        with self.assertRaisesRegex(ScheduleError, r"rank 0, instruction 2 \(B0 of stage 0\).*B0 of stage 1"):
-            timeline(orders)
+    def test_without_its_weight_gradients_it_is_1f1b(self):
+        for n, m in SIZES:
+            orders = make_orders("zb-h1", n, m)
+            without = {r: [c for c in order if c.kind != "W"] for r, order in orders.items()}
+            self.assertEqual(without, make_orders("1f1b", n, m))
 
 
 class TestGpipeSchedule(unittest.TestCase):

@@ -5,18 +5,10 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
-from pipeline import pass_messages, receive_early
-from schedule import (
-    SCHEDULES,
-    Compute,
-    Exchange,
-    Message,
-    ScheduleError,
-    add_lone_messages,
-    add_messages,
-    make_orders,
-    make_schedule,
-)
+from lone_messages import add_lone_messages, pass_messages
+from pipeline import receive_early
+from instructions import Compute, Exchange, Message, ScheduleError
+from schedule import SCHEDULES, add_messages, make_orders, make_schedule
 from schedule_check import check_schedule
 from virtual import DeadlockError, VirtualCluster
 
@@ -33,14 +25,33 @@ def looped(n, m, chunks=2):
     return {r: f + [dataclasses.replace(c, kind="B") for c in f[::-1]] for r, f in forward.items()}
 
 
+def peak_live(name, n, m, rank):
+    """The most activations that may be alive on a rank."""
+    largest_group = -(-m // max(1, m // n))
+    return {
+        "gpipe": m,
+        "1f1b": min(m, n - rank),
+        "interleaved": min(2 * m, largest_group + 2 * (n - 1 - rank) + 1),
+        "zb-h1": min(m, n),
+    }[name]
+
+
 class TestSoundSchedules(unittest.TestCase):
     def test_every_schedule_of_every_size(self):
         for name in SCHEDULES:
             for n, m in SIZES:
                 facts = check_schedule(make_schedule(name, n, m))
-                self.assertEqual((facts.num_ranks, facts.num_stages, facts.num_microbatches), (n, n, m))
-                limit = {r: m if name == "gpipe" else min(m, n - r) for r in range(n)}
+                stages = 2 * n if name == "interleaved" else n
+                self.assertEqual((facts.num_ranks, facts.num_stages, facts.num_microbatches), (n, stages, m))
+                limit = {r: peak_live(name, n, m, r) for r in range(n)}
                 self.assertEqual(facts.peak_live, limit, (name, n, m))
+
+    def test_interleaved_with_any_number_of_stages_a_rank(self):
+        for v in (1, 3, 4):
+            for n, m in SIZES:
+                facts = check_schedule(make_schedule("interleaved", n, m, v))
+                self.assertEqual(facts.num_stages, v * n)
+                self.assertLessEqual(facts.peak_live[0], (v - 1) * (2 * n - 1) + 2 * n - 1)  # whatever M is
 
     def test_1f1b_memory_does_not_grow_with_the_batch(self):
         for m in (4, 8, 32):
@@ -240,7 +251,7 @@ class TestWrongSchedules(unittest.TestCase):
 
     def test_instructions_that_make_no_sense(self):
         for bad in (
-            Compute("W", 0, 0),
+            Compute("X", 0, 0),
             Compute("F", -3, 0),
             Compute("F", 0, True),
             Compute("F", 0, 1.0),
@@ -248,7 +259,7 @@ class TestWrongSchedules(unittest.TestCase):
         ):
             self.setUp()
             self.schedule[0].insert(2, bad)
-            self.assert_refused(0, 2, "kind must be F or B; stage and microbatch whole numbers from 0")
+            self.assert_refused(0, 2, "kind must be F, B or W; stage and microbatch whole numbers from 0")
         for bad in ("F0", None, ("F", 0, 0)):
             self.setUp()
             self.schedule[0].insert(2, bad)
@@ -260,6 +271,29 @@ class TestWrongSchedules(unittest.TestCase):
                 check_schedule(bad)
         with self.assertRaisesRegex(ValueError, "the schedule is empty"):
             check_schedule({0: [], 1: []})
+
+    def test_weight_gradients_that_are_missing_or_too_early(self):
+        """Backward is split everywhere or nowhere: a forgotten W would be a gradient that nobody misses."""
+        self.schedule = make_schedule("zb-h1", 3, 4)
+        self.schedule[1].remove(Compute("W", 1, 2))
+        self.assert_refused(1, None, "W2 of stage 1.*is missing")
+        self.setUp()
+        self.schedule[1].append(Compute("W", 1, 3))
+        self.assert_refused(0, None, "W0 of stage 0.*is missing")
+        self.schedule = make_schedule("zb-h1", 3, 4)
+        a, b = self.index(2, Compute("B", 2, 3)), self.index(2, Compute("W", 2, 3))
+        self.schedule[2][a], self.schedule[2][b] = self.schedule[2][b], self.schedule[2][a]
+        self.assert_refused(2, a, "comes before B3 of stage 2, whose result it needs")
+
+    def test_a_message_for_weight_gradients(self):
+        self.schedule = make_schedule("zb-h1", 3, 4)
+        self.schedule[0].append(Exchange(sends=(Message(1, Compute("W", 1, 0)),)))
+        self.assert_refused(0, len(self.schedule[0]) - 1, "no result for W0 of stage 1 flies this way")
+
+    def test_an_activation_lives_until_its_weight_gradient(self):
+        with self.assertRaisesRegex(ScheduleError, r"F1 of stage 1\): 2 activations are alive; the limit is 1"):
+            check_schedule(make_schedule("zb-h1", 2, 3), max_live={1: 1})
+        check_schedule(make_schedule("zb-h1", 2, 3), max_live={0: 2, 1: 2})
 
     def test_a_rank_without_work(self):
         self.schedule[3] = []
