@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,10 +13,12 @@ from pathlib import Path
 import demo
 import sidebyside
 import torch
+import torch.distributed as dist
+from asyncsave import AsyncSaver
 from checkpoint import load_shard, save_shard
 from comm import TorchComm
 from ranks import run_ranks
-from shardfile import bytes_of
+from packed import bytes_of
 
 RANKS = 2
 
@@ -32,11 +36,17 @@ def _measure(rank: int, world_size: int, folder: str, megabytes: int) -> list:
     warnings.simplefilter("ignore")
     comm, numel = TorchComm(), megabytes * 1_000_000 // 4 // 4
     state = {f"rank{rank}.part{part}": torch.randn(numel) for part in range(4)}
-    live = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    ours, theirs, raw = (Path(folder, name) for name in ("ours", "theirs", f"raw{rank}"))
+    live = {name: torch.empty_like(tensor).zero_() for name, tensor in state.items()}
+    kept, numbers = [Path(folder, name) for name in ("ours", "theirs")], itertools.count()
+    save_shard(state, kept[0], 1, comm)
+    dcp.save(state, checkpoint_id=kept[1])
 
-    def write_and_fsync():
-        with open(raw, "wb", buffering=0) as file:
+    def new_place() -> Path:  # every save goes to a new place: the old file's end is not part of its time
+        return Path(folder, f"save{next(numbers)}")
+
+    def write_and_fsync(place: Path):
+        place.mkdir(exist_ok=True)
+        with open(place / f"raw{rank}", "wb", buffering=0) as file:
             for tensor in state.values():
                 file.write(bytes_of(tensor))
             os.fsync(file.fileno())
@@ -46,30 +56,57 @@ def _measure(rank: int, world_size: int, folder: str, megabytes: int) -> list:
         for tensor in state.values():
             digest.update(bytes_of(tensor))
 
-    def save_theirs(**options):
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(theirs, **options))
+    def save_theirs(place: Path, **options):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(place, **options))
 
+    saver, in_flight = AsyncSaver(comm), []
+    apart = dist.new_group(backend="gloo")  # for DCP's thread: its messages would mix with the main thread's
     saves = {
-        "save_shard (sha256, fsync, manifest)": lambda: save_shard(state, ours, 1, comm),
+        "save_shard (sha256, fsync, manifest)": lambda place: save_shard(state, place, 1, comm),
+        "save_shard, CRC-32 too": lambda place: save_shard(state, place, 1, comm, crc32=True),
         "the disk alone: write + fsync": write_and_fsync,
-        "sha256 alone": hash_only,
+        "sha256 alone": lambda place: hash_only(),
         "torch.distributed.checkpoint.save": save_theirs,
-        "torch.distributed.checkpoint.save, 2 threads": lambda: save_theirs(thread_count=2),
+        "torch.distributed.checkpoint.save, 2 threads": partial(save_theirs, thread_count=2),
+    }
+    blocked = {
+        "AsyncSaver.save": lambda place: saver.save(state, place, 1),
+        "torch.distributed.checkpoint.async_save": lambda place: in_flight.append(
+            dcp.async_save(state, checkpoint_id=place, process_group=apart)
+        ),
+        "save_shard": lambda place: save_shard(state, place, 1, comm),
     }
     loads = {
-        "load_shard (sha256)": lambda: load_shard(ours, comm),
-        "sha256 alone": hash_only,
-        "torch.distributed.checkpoint.load (unverified)": lambda: dcp.load(live, checkpoint_id=theirs),
+        "load_shard, into live tensors (sha256)": lambda place: load_shard(kept[0], comm, into=live),
+        "load_shard, new tensors (sha256)": lambda place: load_shard(kept[0], comm),
+        "sha256 alone": lambda place: hash_only(),
+        "torch.distributed.checkpoint.load (unverified)": lambda place: dcp.load(live, checkpoint_id=kept[1]),
     }
     with contextlib.suppress(ImportError):  # not a dependency
         from safetensors.torch import load_file, save_file
 
         alone = str(Path(folder, f"safetensors{rank}"))
-        saves["safetensors.save_file (no hash, no fsync)"] = lambda: save_file(state, alone)
+        saves["safetensors.save_file (no hash, no fsync)"] = lambda place: save_file(state, alone)
         # its tensors are pages of the file, read when touched: copy them, as a training job would
-        loads["safetensors.load_file + clone (unverified)"] = lambda: [t.clone() for t in load_file(alone).values()]
+        loads["safetensors.load_file + clone (unverified)"] = lambda place: [
+            t.clone() for t in load_file(alone).values()
+        ]
+
+    def seconds(work: Callable[[Path], object]) -> float:
+        """Time one call, then finish what it has put into the background, and make room on the disk."""
+        place = new_place()
+        taken = sidebyside.slowest(lambda: work(place), comm)
+        saver.wait()
+        while in_flight:
+            in_flight.pop().result()
+        comm.agree(None)
+        if rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+        comm.agree(None)
+        return taken
 
     def compare(group: dict[str, Callable]) -> list:
-        return sidebyside.compare({name: partial(sidebyside.slowest, work, comm) for name, work in group.items()})
+        return sidebyside.compare({name: partial(seconds, work) for name, work in group.items()}, pairs=15)
 
-    return [("save", compare(saves)), ("load", compare(loads))]
+    tables = {"save": saves, "asynchronous save: how long the training stands still": blocked, "load": loads}
+    return [(title, compare(group)) for title, group in tables.items()]

@@ -22,13 +22,17 @@ SHARD_NAME = re.compile(r"rank(0|[1-9][0-9]*)(?:\.g([1-9][0-9]*))?\.bin")  # ran
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's file: its name in the folder, size in bytes, sha256, and which ranges of flat buffers it holds."""
+    """One rank's file: its name in the folder, size in bytes, checksums, and which ranges of flat buffers it holds.
+
+    `crc32`: the CRC-32 of the file in 8 hex digits, for a faster second look; "" if it was not recorded.
+    """
 
     rank: int
     path: str
     size: int
     sha256: str
     layout: list[dict] = field(default_factory=list)  # see layout.py
+    crc32: str = ""
 
     def __post_init__(self):
         check_integer("rank", self.rank)
@@ -38,6 +42,8 @@ class Shard:
         if not isinstance(self.sha256, str) or re.fullmatch("[0-9a-f]{64}", self.sha256) is None:
             raise CheckpointError(f"sha256: expected 64 lower-case hex digits, found {show(self.sha256)}")
         check_layout(self.layout)
+        if not isinstance(self.crc32, str) or re.fullmatch("([0-9a-f]{8})?", self.crc32) is None:
+            raise CheckpointError(f"crc32: expected 8 lower-case hex digits, or none, found {show(self.crc32)}")
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,8 @@ def _plain_size(path: Path, storage: Storage) -> int:
 
 
 def _shard(name: str, item) -> Shard:
-    check_keys(name, item, [f.name for f in fields(Shard)])
+    required = [f.name for f in fields(Shard) if f.name != "crc32"]
+    check_keys(name, item, required + ["crc32"] * (isinstance(item, dict) and "crc32" in item))
     try:
         return Shard(**item)
     except CheckpointError as error:

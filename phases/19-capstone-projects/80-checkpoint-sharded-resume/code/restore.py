@@ -1,8 +1,9 @@
 """Putting a loaded state into live objects: exact names, shapes and dtypes, all or nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from shardheader import Header
 from strictjson import CheckpointError
 
 
@@ -17,7 +18,65 @@ def load_into(target, loaded) -> None:
     if differences:
         raise CheckpointError("; ".join(differences))
     with torch.no_grad():
-        _copy_into(target, loaded)
+        _put_into(target, loaded, torch.Tensor.copy_)
+
+
+class Destination:
+    """Where the bytes of a shard go: into new tensors, or into those of a live state, without a copy in between.
+
+    `flats` are contiguous 1-d CPU tensors, one a region of the file, in the file's order. `state()`, called when they
+    have been read, returns the state. Raises CheckpointError, with nothing changed, unless `live` is like the saved
+    state: the same names, shapes and dtypes, and no two tensors tied that were not tied when they were saved.
+    """
+
+    def __init__(self, header: Header, live=None):
+        self.live = live
+        if live is None:
+            places = {o: torch.empty(numel, dtype=dtype) for o, (dtype, numel) in header.regions.items()}
+            self.flats = list(places.values())
+            own = [places[e.offset].view(e.shape) if e.numel else torch.empty(e.shape, dtype=e.dtype)
+                   for e in header.entries]  # fmt: skip
+            self.loaded, self.copies = header.build(own), []
+            return
+        self.loaded = header.build([torch.empty(e.shape, dtype=e.dtype, device="meta") for e in header.entries])
+        differences = list(_differences(live, self.loaded, ""))
+        if differences:
+            raise CheckpointError("; ".join(differences))
+        tensors, offsets = dict(tensors_of(live)), {}
+        users: dict[int, list[torch.Tensor]] = {offset: [] for offset in header.regions}
+        for path, entry in header.paths().items():
+            tensor = tensors[path].detach()
+            if entry.numel:
+                first, its_path = offsets.setdefault((tensor.device, tensor.data_ptr()), (entry.offset, path))
+                if first != entry.offset:
+                    raise CheckpointError(f"{its_path} and {path} are one tensor here, two in the checkpoint")
+                users[entry.offset].append(tensor)
+        self.flats, self.copies = [], []
+        for offset, (dtype, numel) in header.regions.items():
+            direct = [t for t in users[offset] if t.is_cpu and t.is_contiguous() and not (t.is_conj() or t.is_neg())]
+            flat = direct[0].view(-1) if direct else torch.empty(numel, dtype=dtype)
+            self.flats.append(flat)
+            self.copies += [
+                (t, flat) for t in users[offset] if (t.device, t.data_ptr()) != (flat.device, flat.data_ptr())
+            ]
+
+    @torch.no_grad()
+    def state(self):
+        """Return the state, now that `flats` hold what was saved."""
+        if self.live is None:
+            return self.loaded
+        for tensor, flat in self.copies:
+            tensor.copy_(flat.view(tensor.shape))
+        return _put_into(self.live, self.loaded, lambda tensor, _: tensor)
+
+
+def tensors_of(state, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a state with its path, "optimizer/flat/master"."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict | list | tuple):
+        for key, item in _items(state).items():
+            yield from tensors_of(item, f"{path}/{key}" if path else f"{key}")
 
 
 def _differences(target, loaded, path: str) -> Iterator[str]:
@@ -38,16 +97,16 @@ def _differences(target, loaded, path: str) -> Iterator[str]:
                 yield from _differences(ours[key], theirs[key], where)
 
 
-def _copy_into(target, loaded):
-    """Return what stands in the place of `target` afterwards: itself, if it can be filled."""
+def _put_into(target, loaded, put: Callable):
+    """Return what stands in the place of `target` afterwards: itself, if it can be filled (`put` fills a tensor)."""
     if isinstance(target, torch.Tensor):
-        return target.copy_(loaded)
+        return put(target, loaded)
     if isinstance(target, tuple):
-        return tuple(_copy_into(ours, theirs) for ours, theirs in zip(target, loaded, strict=True))
+        return tuple(_put_into(ours, theirs, put) for ours, theirs in zip(target, loaded, strict=True))
     if not isinstance(target, dict | list):
         return loaded
     for key, item in _items(loaded).items():
-        target[key] = _copy_into(target[key], item)
+        target[key] = _put_into(target[key], item, put)
     return target
 
 

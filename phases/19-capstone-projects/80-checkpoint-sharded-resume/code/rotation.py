@@ -6,8 +6,8 @@ restored backup has new ones). Folders without a complete checkpoint are somebod
 
 from pathlib import Path
 
-from checkpoint import DELETED, OURS
 from manifest import MANIFEST, CheckpointError, read_manifest
+from publish import DELETED, OURS
 from storage import DISK, Storage
 
 

@@ -7,6 +7,7 @@ operation; the rest of the lesson does not know.
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ NO_LOCKS_HERE = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # som
 
 class Storage:
     """The real disk."""
+
+    lock_seconds = 60.0  # how long a save waits for another one into the same folder
 
     def perform(self, operation: str, path: Path, action: Callable):
         """Do one operation that changes the disk."""
@@ -88,20 +91,34 @@ class Storage:
 
     @contextmanager
     def lock(self, folder: Path):
-        """Wait for and hold the one lock of a folder. The system releases it when the process dies."""
+        """Wait for and hold the one lock of a folder. The system releases it when the process dies.
+
+        Raises TimeoutError if another save still holds it after `lock_seconds`.
+        """
         if fcntl is None:
             yield
             return
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in NO_LOCKS_HERE:
-                    raise
+            deadline = time.monotonic() + self.lock_seconds
+            while not self._has_locked(descriptor):
+                if time.monotonic() > deadline:
+                    held = f"another save holds its lock, for more than {self.lock_seconds:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, held, str(folder))
+                time.sleep(0.005)
             yield
         finally:
             os.close(descriptor)
+
+    def _has_locked(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS_HERE:
+                raise
+        return True
 
     def names(self, folder: Path) -> list[str]:
         """List the names in a folder, sorted."""
