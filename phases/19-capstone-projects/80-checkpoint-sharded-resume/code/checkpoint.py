@@ -11,7 +11,6 @@ A save, each line a step that all ranks finish, or none gets past it:
 
 import contextlib
 import functools
-import hashlib
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from manifest import (
     ShardManifest,
     check_coverage,
     check_integer,
+    check_one_manifest,
     check_seconds,
     read_manifest,
 )
@@ -136,14 +136,12 @@ def _load(src_dir, team: Team, storage: Storage, into=None) -> tuple[ShardManife
 
     def check(rank):
         if manifest().world_size != team.world_size:
-            sizes = f"saved by {manifest().world_size} ranks, to be loaded by {team.world_size}"
+            sizes = f"saved by {manifest().world_size} ranks, to be loaded by {team.world_size} (see load_resharded)"
             raise CheckpointError(f"{folder / MANIFEST}: world_size mismatch: {sizes}")
         manifest().check_files(folder, storage, [rank])
-        return hashlib.sha256(manifest().to_json().encode()).hexdigest()
+        return manifest().digest()
 
-    if len(set(team.together(check))) > 1:
-        raise CheckpointError(f"{folder}: the ranks read different manifests: not one folder, or saved again meanwhile")
-
+    check_one_manifest(team.together(check))
     with contextlib.ExitStack() as files:
 
         def open_one(rank):

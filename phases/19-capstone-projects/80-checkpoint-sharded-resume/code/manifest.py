@@ -4,6 +4,7 @@ No manifest, no checkpoint: shards count only once a manifest names them, and th
 checked as a whole before any shard is opened; each fault is a `CheckpointError` that names file and field.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -91,6 +92,10 @@ class ShardManifest:
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from None
 
+    def digest(self) -> str:
+        """Return a hash of all that the manifest says: equal on two ranks only if they have read the same."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
     def check_files(self, folder: Path, storage: Storage = DISK, ranks: Iterable[int] | None = None) -> None:
         """Check, opening nothing, that the shard files (of `ranks`, or all) are plain files of the right size."""
         for shard in self.shards if ranks is None else [self.shards[rank] for rank in ranks]:
@@ -101,6 +106,14 @@ class ShardManifest:
                 raise CheckpointError(
                     f"{path}: {change} (a sure sha256 mismatch): expected {shard.size} bytes, found {size}"
                 )
+
+
+def check_one_manifest(digests: list[str]) -> None:
+    """Raise CheckpointError unless all ranks have read the same manifest."""
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            "the ranks read different manifests: the folder is not one that all share, or was saved into meanwhile"
+        )
 
 
 def read_manifest(folder: Path | str, storage: Storage = DISK) -> ShardManifest:

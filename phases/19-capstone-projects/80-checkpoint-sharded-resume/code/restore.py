@@ -75,7 +75,7 @@ def tensors_of(state, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, dict | list | tuple):
-        for key, item in _items(state).items():
+        for key, item in items(state).items():
             yield from tensors_of(item, f"{path}/{key}" if path else f"{key}")
 
 
@@ -83,10 +83,10 @@ def _differences(target, loaded, path: str) -> Iterator[str]:
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if (target.dtype, target.shape) != (loaded.dtype, loaded.shape):
             yield f"{path}: expected {target.dtype} {list(target.shape)}, found {loaded.dtype} {list(loaded.shape)}"
-    elif (kind := _container(target)) != _container(loaded):
-        yield f"{path or 'state'}: expected a {kind or 'single value'}, found a {_container(loaded) or 'single value'}"
+    elif (kind := container(target)) != container(loaded):
+        yield f"{path or 'state'}: expected a {kind or 'single value'}, found a {container(loaded) or 'single value'}"
     elif kind:
-        ours, theirs = _items(target), _items(loaded)
+        ours, theirs = items(target), items(loaded)
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             where = f"{path}/{key}" if path else f"{key}"
             if key not in theirs:
@@ -105,15 +105,17 @@ def _put_into(target, loaded, put: Callable):
         return tuple(_put_into(ours, theirs, put) for ours, theirs in zip(target, loaded, strict=True))
     if not isinstance(target, dict | list):
         return loaded
-    for key, item in _items(loaded).items():
+    for key, item in items(loaded).items():
         target[key] = _put_into(target[key], item, put)
     return target
 
 
-def _container(value) -> str:
+def container(value) -> str:
+    """Return "dict", "list", "tuple" or "tensor"; "" for a single value."""
     names = {dict: "dict", list: "list", tuple: "tuple", torch.Tensor: "tensor"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), "")
 
 
-def _items(value: dict | list | tuple) -> dict:
+def items(value: dict | list | tuple) -> dict:
+    """Return what is in a container, by key or index."""
     return value if isinstance(value, dict) else dict(enumerate(value))

@@ -11,12 +11,14 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from manifest import CheckpointError, Shard, ShardManifest
 from packed import BLOCK, PackedState, blocks_of, bytes_of
 from restore import Destination
-from shardheader import read_header
+from shardheader import Entry, read_header
 from storage import Storage
 
 
@@ -66,10 +68,10 @@ def checksums(blocks: Iterable, crc32: bool) -> tuple[str, str]:
 
 
 class ShardReader:
-    """Reads one rank's shard from front to back, in two steps; everything that is read is hashed.
+    """Reads one rank's shard; everything that is read from front to back is hashed. Raises CheckpointError.
 
-    `open()` reads the header; a wrong sha256 is reported before anything that the contents say about themselves.
-    `fill(tensors)` reads the tensors. Both raise CheckpointError for a file that is not exactly what was saved.
+    `open()`, then `fill()`: the state, verified. `scan()`: verified, but not kept. `read_header()`, then `read_part()`:
+    some of it, for what has been verified already. A wrong sha256 is reported before anything that the contents say.
     """
 
     def __init__(self, folder: Path, rank: int, manifest: ShardManifest, storage: Storage):
@@ -79,13 +81,9 @@ class ShardReader:
 
     def open(self, live=None) -> "ShardReader":
         """Read and check the header, and that `live`, if given, is a state like the one saved."""
-        try:
+        with self._suspecting():
             self.header = read_header(self._take, self.shard, self.manifest)
             self.destination = Destination(self.header, live)
-        except CheckpointError as fault:
-            self._skip_rest()
-            self._compare()
-            raise CheckpointError(f"{self.path}: {fault}") from None
         return self
 
     def fill(self):
@@ -95,6 +93,32 @@ class ShardReader:
                 self._read(block)  # hashed at once, while the block is still in this core's cache
         self._compare()
         return self.destination.state()
+
+    def scan(self) -> dict[int, str]:
+        """Read the whole file, keep nothing; return the sha256 of each region, by its offset."""
+        self.read_header()
+        regions, spare = {}, memoryview(bytearray(BLOCK))
+        for offset, (dtype, numel) in self.header.regions.items():
+            left, digest = numel * dtype.itemsize, hashlib.sha256()
+            while left:
+                block = spare[: min(left, BLOCK)]
+                self._read(block)
+                digest.update(block)
+                left -= len(block)
+            regions[offset] = digest.hexdigest()
+        self._compare()
+        return regions
+
+    def read_header(self) -> "ShardReader":
+        """Read and check the header only."""
+        with self._suspecting():
+            self.header = read_header(self._take, self.shard, self.manifest)
+        return self
+
+    def read_part(self, entry: Entry, first: int, target: torch.Tensor) -> None:
+        """Fill `target`, 1-d, with the elements of a tensor from number `first` on."""
+        self.file.seek(self.header.size + entry.offset + first * entry.dtype.itemsize)
+        self._read_into(bytes_of(target))
 
     def __enter__(self):
         return self
@@ -111,13 +135,23 @@ class ShardReader:
 
     def _read(self, block: memoryview) -> None:
         self.left -= len(block)
-        if self.storage.read_into(self.file, block) < len(block):
-            raise CheckpointError(f"{self.file.name}: became shorter while it was read")
+        self._read_into(block)
         self.digest.update(block)
 
-    def _skip_rest(self) -> None:
-        while self.left:
-            self._take(min(self.left, BLOCK))
+    def _read_into(self, block: memoryview) -> None:
+        if self.storage.read_into(self.file, block) < len(block):
+            raise CheckpointError(f"{self.file.name}: became shorter while it was read")
+
+    @contextmanager
+    def _suspecting(self):
+        """Before a fault in what the header says is believed, see whether the file is the one that was saved."""
+        try:
+            yield
+        except CheckpointError as fault:
+            while self.left:
+                self._take(min(self.left, BLOCK))
+            self._compare()
+            raise CheckpointError(f"{self.path}: {fault}") from None
 
     def _compare(self) -> None:
         found, expected = self.digest.hexdigest(), self.shard.sha256
