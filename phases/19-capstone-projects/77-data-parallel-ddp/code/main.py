@@ -186,7 +186,14 @@ def main() -> int:
     parser.add_argument("--collectives", choices=["torch", "ours"], default="torch", help="ours: lesson 76's functions")
     parser.add_argument("--trace", action="store_true", help="four ways to the same mean: counted, and as a picture")
     parser.add_argument("--deeper", action="store_true", help="uneven data, bf16 on the wire, NaN, and experiments")
+    parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
+    parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
+    parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a bucket (default: 100)")
     args = demo.parse(parser, lesson=77)
+    if args.bench and args.size:
+        from ddp_gpu_bench import bench as gpu_bench  # 77: GPT-2 on GPUs, against torch's own
+
+        return gpu_bench(args)
     if (args.trace or args.deeper) and args.backend != "gloo":
         parser.error("--trace and --deeper run on CPU ranks: leave --backend nccl out")
     for chosen, other in ((args.bench, bench), (args.trace, trace), (args.deeper, deeper)):

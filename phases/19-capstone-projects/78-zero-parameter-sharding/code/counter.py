@@ -45,8 +45,8 @@ class StepCounter:
 
 def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return (1,): 1 if any element is NaN or infinite. One pass: the largest |x| is NaN if any element is."""
-    largest = torch._foreach_norm(tensors, float("inf"))
-    return (~torch.stack([torch.isfinite(each) for each in largest])).any().float().reshape(1)
+    largest = torch.stack(torch._foreach_norm(tensors, float("inf")))
+    return (~torch.isfinite(largest)).any().float().reshape(1)
 
 
 def blame(comm: Comm, gradients: list[torch.Tensor]) -> str:

@@ -25,11 +25,14 @@ def shard_bounds(total: int, world_size: int, rank: int) -> tuple[int, int, int]
     return min(rank * chunk, total), min((rank + 1) * chunk, total), chunk
 
 
-def model_state_bytes(p_params: int, world_size: int, stage: int, param_bytes: int = 4) -> dict[str, int]:
+def model_state_bytes(
+    p_params: int, world_size: int, stage: int, param_bytes: int = 4, master: bool = True
+) -> dict[str, int]:
     """Return bytes a rank holds of parameters, gradients and optimizer state (fp32 master and both Adam moments: 12).
 
-    Stage 0 is plain data parallelism; stage 1 shards optimizer state, 2 gradients too, 3 parameters too. Source:
-    Rajbhandari et al. 2020, with ceil(P/N) for a shard.
+    Stage 0 is plain data parallelism; stage 1 shards optimizer state, 2 gradients too, 3 parameters too. Without a
+    `master`, since fp32 parameters can be their own, the state is 8. Source: Rajbhandari et al. 2020, with ceil(P/N)
+    for a shard.
     """
     check_whole("p_params", p_params, least=1)
     check_whole("stage", stage, least=0)
@@ -40,7 +43,7 @@ def model_state_bytes(p_params: int, world_size: int, stage: int, param_bytes: i
     return {
         "parameters": param_bytes * (chunk if stage >= 3 else p_params),
         "gradients": param_bytes * (chunk if stage >= 2 else p_params),
-        "optimizer": 12 * (chunk if stage >= 1 else p_params),
+        "optimizer": (12 if master else 8) * (chunk if stage >= 1 else p_params),
     }
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from flat import FlatUnit, watch_gradients
 
-DEFAULT_CAP_MB = 25
+DEFAULT_CAP_MB = 100
 NO_CAP = 1 << 62
 
 
@@ -47,6 +47,7 @@ class Overlap:
         if number < self.launched:
             raise RuntimeError("a gradient came after its unit had left: all backwards but the last go into no_sync()")
         if not self.enabled:
+            self.units[number].take_grads([index])  # the next backward adds to it there
             return
         if self.pending is None:
             self.begin()

@@ -13,35 +13,26 @@ from shard import Shard
 PIECE = 1 << 22  # bytes
 
 
-def live_ranges(unit: FlatUnit) -> list[tuple[int, int]]:
-    """Return (start, end) of what requires a gradient now, neighbours joined: what has to travel."""
-    ranges: list[tuple[int, int]] = []
-    for slot in unit.slots:
-        if slot.param.requires_grad:
-            start = ranges.pop()[0] if ranges and ranges[-1][1] == slot.start else slot.start
-            ranges.append((start, slot.end))
-    return ranges
-
-
-def goes_whole(comm: Comm, unit: FlatUnit) -> bool:
-    """Return whether one reduce-scatter and one all-gather carry this unit.
+def goes_whole(comm: Comm, shard: Shard) -> bool:
+    """Return whether one reduce-scatter and one all-gather carry this shard's unit.
 
     Not if a part of it is frozen: both need equal chunks for all ranks, which are those of the whole unit. Nor over
     gloo if it is larger than a piece: measured with 2 and 4 ranks on one machine, gloo's all-reduces of 4 MB take from
     the time of its reduce-scatter (which first copies all of its input) down to half of it, and a broadcast from each
     rank a half of its all-gather.
     """
-    over_gloo = isinstance(comm, TorchComm) and comm.device.type == "cpu"
+    over_gloo, unit = isinstance(comm, TorchComm) and comm.device.type == "cpu", shard.unit
     large = unit.padded * unit.data.element_size() > PIECE
-    return live_ranges(unit) == [(0, unit.numel)] and not (over_gloo and large)
+    return shard.live == [(0, unit.numel)] and not (over_gloo and large)
 
 
-def reduce_to_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> Work:
+def reduce_to_shards(comm: Comm, shard: Shard) -> Work:
     """Make `shard.grad` the mean over ranks, after `wait()`. The rest of `unit.grad` keeps this rank's own gradient."""
-    if goes_whole(comm, unit):
+    unit = shard.unit
+    if goes_whole(comm, shard):
         return comm.reduce_scatter(shard.grad, unit.grad, op="avg", async_op=True)
     step, on_the_way = PIECE // unit.grad.element_size(), None
-    pieces = [(a, min(a + step, end)) for start, end in live_ranges(unit) for a in range(start, end, step)]
+    pieces = [(a, min(a + step, end)) for start, end in shard.live for a in range(start, end, step)]
     for start, end in pieces:
         mean = unit.grad[start:end].clone()
         work = comm.all_reduce(mean, op="avg", async_op=True)
@@ -59,12 +50,13 @@ def _take(arriving, unit: FlatUnit, shard: Shard) -> None:
             unit.grad[a:b] = mean[a - start : b - start]
 
 
-def gather_from_shards(comm: Comm, unit: FlatUnit, shard: Shard) -> list[Work]:
+def gather_from_shards(comm: Comm, shard: Shard) -> list[Work]:
     """Fill the live part of `unit.data` with what every rank has updated, after `wait()` of all that is returned."""
-    if goes_whole(comm, unit):
+    unit = shard.unit
+    if goes_whole(comm, shard):
         return [comm.all_gather(unit.data, shard.params, async_op=True)]
     size, works = shard.end - shard.start, []
-    for owner, (start, end) in itertools.product(range(comm.world_size), live_ranges(unit)):
+    for owner, (start, end) in itertools.product(range(comm.world_size), shard.live):
         a, b = max(start, owner * size), min(end, (owner + 1) * size)
         if a < b:
             works.append(comm.broadcast(unit.data[a:b], src=owner, async_op=True))

@@ -11,55 +11,57 @@ GPU_BLOCK = 1 << 26  # elements updated by one call: bounds what conversions of 
 class Shard:
     """This rank's part of one flat unit: a master copy of its parameters and both moments, in fp32.
 
-    Parameters of a wider dtype (float64) have their state in that dtype.
+    Parameters of a wider dtype (float64) have their state in that dtype. Where the dtypes are the same, the master is
+    no copy: it is this part of the parameters.
     """
 
     def __init__(self, unit: FlatUnit, rank: int, world_size: int):
         size = unit.padded // world_size
         self.unit, self.start, self.end = unit, rank * size, (rank + 1) * size
         self.params, self.grad = unit.data[self.start : self.end], unit.grad[self.start : self.end]  # views
-        self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32), copy=True)
+        self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32))
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.live: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int, int]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer state by name."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def trainable_ranges(self, group_of: dict) -> list[tuple[int, int, int]]:
-        """Return (start, end, index of the group) of what requires a gradient now, counted from the shard's start.
+    def own_tensors(self) -> list[torch.Tensor]:
+        """Return the state that is not part of the parameters."""
+        return [tensor for tensor in self.tensors().values() if tensor is not self.params]
 
-        `group_of` says it for each parameter. Neighbours of one group are joined. The ranges are where Adam runs: each
-        element with its own group's settings.
+    def follow(self, group_of: dict) -> None:
+        """Note which elements require a gradient now, neighbours joined. `group_of` says each parameter's group.
+
+        `live`: (start, end) in the unit, what has to travel. `ranges`: (start, end, index of the group), counted from
+        the shard's start, where Adam runs: each element with its own group's settings.
         """
-        ranges: list[tuple[int, int, int]] = []
+        self.live, self.ranges = [], []
         for slot in self.unit.slots:
-            start, end = max(slot.start, self.start) - self.start, min(slot.end, self.end) - self.start
-            if slot.param.requires_grad and start < end:
-                index = group_of[slot.param]
-                if ranges and ranges[-1][1:] == (start, index):
-                    start = ranges.pop()[0]
-                ranges.append((start, end, index))
-        return ranges
+            if slot.param.requires_grad:
+                _append(self.live, slot.start, slot.end)
+                start, end = max(slot.start, self.start), min(slot.end, self.end)
+                _append(self.ranges, start - self.start, end - self.start, group_of[slot.param])
 
     def refresh_master(self, part: slice = slice(None)) -> None:
         """Follow what was written into the parameters; where they are still the master, rounded, it keeps its bits."""
-        master, params = self.master[part], self.params[part]
-        if params.dtype == master.dtype:
-            master.copy_(params)
-        else:
+        if self.master is not self.params:
+            master, params = self.master[part], self.params[part]
             unchanged = params == master.to(params.dtype)
-            master.copy_(torch.where(unchanged, master, params))
+            torch.where(unchanged, master, params, out=master)
 
-    def update(self, group_of: dict, settings: list[AdamSettings], counter: StepCounter, fused: bool) -> None:
+    def update(self, settings: list[AdamSettings], counter: StepCounter, fused: bool) -> None:
         """Adam on the master, block by block; then the parameters take its values, rounded to their dtype."""
-        ranges, size = self.trainable_ranges(group_of), BLOCK if self.master.is_cpu else GPU_BLOCK
+        size = BLOCK if self.master.is_cpu else GPU_BLOCK
         for begin in range(0, len(self.master), size):
             block = slice(begin, begin + size)
             self.refresh_master(block)
             for index, chosen in enumerate(settings):
                 parts = [
                     slice(max(start, begin), min(end, begin + size))
-                    for start, end, group in ranges
+                    for start, end, group in self.ranges
                     if group == index and start < begin + size and end > begin
                 ]
                 columns = [
@@ -71,4 +73,13 @@ class Shard:
                 elif parts:
                     for row in zip(*columns, strict=True):
                         adam_step(*row, counter.steps, chosen)
-            self.params[block].copy_(self.master[block])
+            if self.master is not self.params:
+                self.params[block].copy_(self.master[block])
+
+
+def _append(ranges: list[tuple], start: int, end: int, *kind: int) -> None:
+    """Add a range, unless it is empty; as a part of the last one if that ends where this begins, of the same kind."""
+    if start < end:
+        if ranges and ranges[-1][1:] == (start, *kind):
+            start = ranges.pop()[0]
+        ranges.append((start, end, *kind))

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 import zero_state
 from adam import AdamSettings
-from comm import Comm, TorchComm
+from comm import Comm, TorchComm, Work
 from counter import StepCounter, blame, not_finite
 from flat import FlatUnit, plan_units, sync_module, trainable_parameters
 from groups import group_facts, split_groups
@@ -32,9 +32,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     requires a gradient but got none counts as zeros; one that is frozen (requires_grad False) neither moves nor
     travels. All ranks must freeze the same ones before the same step.
 
-    `bucket_cap_mb` cuts the buffers into units of at most so many MiB, each a collective of its own (None: no limit,
-    with `overlap` 25). `overlap`: a unit leaves as soon as backward has its last gradient. Then all backwards of a step
-    but the last belong into `no_sync()`.
+    `bucket_cap_mb` cuts the buffers into units of at most so many MiB, each a collective of its own (None: no limit;
+    with `overlap` 100). `overlap`: a unit leaves as soon as backward has its last gradient. Then all backwards of a
+    step but the last belong into `no_sync()`.
 
     `groups`: parameter groups as for torch's optimizers (`decay_groups` makes the usual two). `fused`: PyTorch's fused
     kernel does the update, faster and rounded differently; None means on a GPU only.
@@ -97,12 +97,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.counter, self.max_skipped, self.last_skip = StepCounter(comm.device), max_skipped, None
         self._lazy, self._calls = self.fused and comm.device.type == "cuda", 0
         self._reduced, self._bad = False, None  # _bad: what the norm has told, if there was one
-        self._trainable, self._works = self._requiring(), []
+        self._slots = [slot for unit in self.units for slot in unit.slots]
+        self._places, self._works = [slot.param.data_ptr() for slot in self._slots], []
         self._overlap = Overlap(self.units, self._check_parameters, self._launch) if overlap else None
         self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state, self.param_groups = defaults, {}, param_groups
         self.group_of = {param: index for index, group in enumerate(param_groups) for param in group["params"]}
+        self._follow([True] * len(self._slots))
         self.zero_grad()
 
     @property
@@ -123,9 +125,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Zero all gradients. They stay views of the flat buffers, whatever `set_to_none` says."""
         self._start_round()
         for unit in self.units:
-            unit.grad.zero_()
+            if self._overlap is None:
+                unit.grad.zero_()
             for slot, view in zip(unit.slots, unit.views, strict=True):
-                slot.param.grad = view if slot.param.requires_grad else None
+                slot.param.grad = view if self._overlap is None and slot.param.requires_grad else None
 
     def _start_round(self) -> None:
         self._reduced, self._bad = False, None
@@ -173,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if a gradient came after this call and before `step`: it would be lost.
         """
         if self._reduced:
-            for slot in (slot for unit in self.units for slot in unit.slots):
+            for slot in self._slots:
                 if slot.param.grad is not None:
                     raise RuntimeError(f"{slot.name} got a gradient after all were reduced: step or zero_grad first")
             return
@@ -186,32 +189,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _launch(self, number: int) -> None:
-        unit = self.units[number]
+        unit, present = self.units[number], []
         for index, slot in enumerate(unit.slots):
             if slot.param.grad is None or not slot.param.requires_grad:
                 unit.views[index].zero_()
             else:
-                unit.take_grad(index)
+                present.append(index)
+        unit.take_grads(present)
+        for slot in unit.slots:
             slot.param.grad = None
-        self._works.append(reduce_to_shards(self.comm, unit, self.shards[number]))
-
-    def _requiring(self) -> dict[str, bool]:
-        return {slot.name: slot.param.requires_grad for unit in self.units for slot in unit.slots}
+        self._works.append(reduce_to_shards(self.comm, self.shards[number]))
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the module has changed in a way that the flat buffers cannot follow."""
         for name, param in self._frozen_at_start:
             if param.requires_grad:
                 raise ValueError(f"{name} was frozen when the optimizer was built: build a new one to train it")
-        for unit in self.units:
-            start, size = unit.data.data_ptr(), unit.data.element_size()
-            for slot in unit.slots:
-                if slot.param.data_ptr() != start + slot.start * size:
-                    raise ValueError(f"{slot.name} has left the flat buffer: move and convert a module, then wrap it")
-        requiring = self._requiring()
+        for slot, place in zip(self._slots, self._places, strict=True):
+            if slot.param.data_ptr() != place:
+                raise ValueError(f"{slot.name} has left the flat buffer: move and convert a module, then wrap it")
+        requiring = [slot.param.requires_grad for slot in self._slots]
         if requiring != self._trainable:  # what travels has changed: once, all ranks compare
-            must_agree(self.comm, "which parameters require a gradient", requiring)
-            self._trainable = requiring
+            named = {slot.name: slot.param.requires_grad for slot in self._slots}
+            must_agree(self.comm, "which parameters require a gradient", named)
+            self._follow(requiring)
+
+    def _follow(self, requiring: list[bool]) -> None:
+        self._trainable = requiring
+        for shard in self.shards:
+            shard.follow(self.group_of)
 
     @torch.no_grad()
     def step(self, closure=None) -> torch.Tensor | None:
@@ -229,9 +235,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._calls += 1
         self._start_round()
         if self._lazy or not self.counter.bad.item():
+            works = []
             for shard in self.shards:
-                shard.update(self.group_of, settings, self.counter, self.fused)
-            self._gather_parameters()
+                shard.update(settings, self.counter, self.fused)
+                works += self._gather(shard)  # on its way while the next one is updated
+            for work in works:
+                work.wait()
         if not self._lazy or self._calls % self.max_skipped == 0:
             self._report_skips()
         return loss
@@ -252,27 +261,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if in_a_row >= self.max_skipped:
             raise RuntimeError(f"{in_a_row} steps in a row were skipped; the last was {self.last_skip}")
 
-    def _gather_parameters(self) -> None:
-        pairs = zip(self.units, self.shards, strict=True)
-        for work in [work for unit, shard in pairs for work in gather_from_shards(self.comm, unit, shard)]:
-            work.wait()
+    def _gather(self, shard: Shard) -> list[Work]:
+        return gather_from_shards(self.comm, shard)
 
     def shard_bytes(self) -> int:
-        """Return the bytes of optimizer state on this rank: 12 ceil(P/N), summed over units."""
+        """Return the bytes of optimizer state on this rank, masters included: 12 ceil(P/N), summed over units."""
         return logical_bytes([t for shard in self.shards for t in shard.tensors().values()])
 
     def memory(self) -> dict[str, tuple[int, int]]:
         """Return (logical, live) bytes on this rank of parameters, gradients and optimizer state, padding included.
 
-        Live bytes count the storages behind the module's own tensors too: they equal the logical ones only if nothing
-        is held twice.
+        Masters that are part of the parameters count there. Live bytes count the storages behind the module's own
+        tensors too: they equal the logical ones only if nothing is held twice.
         """
-        slots = [slot for unit in self.units for slot in unit.slots]
-        own_grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
+        own_grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
         held = {
-            "parameters": ([unit.data for unit in self.units], [slot.param for slot in slots]),
+            "parameters": ([unit.data for unit in self.units], [slot.param for slot in self._slots]),
             "gradients": ([unit.grad for unit in self.units], own_grads),
-            "optimizer": ([tensor for shard in self.shards for tensor in shard.tensors().values()], []),
+            "optimizer": ([tensor for shard in self.shards for tensor in shard.own_tensors()], []),
         }
         return {name: (logical_bytes(flat), live_bytes(flat + own)) for name, (flat, own) in held.items()}
 

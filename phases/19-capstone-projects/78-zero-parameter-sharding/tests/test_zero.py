@@ -107,7 +107,7 @@ class TestTraining(unittest.TestCase):
             held = {
                 "parameters": (4 * n * chunk,) * 2,
                 "gradients": (4 * n * chunk,) * 2,
-                "optimizer": (12 * chunk,) * 2,
+                "optimizer": (8 * chunk,) * 2,  # fp32 parameters are their own master
             }
             with self.subTest(n=n, name=name):
                 self.assertTrue(all(log["shard_bytes"] == 12 * chunk for log in logs))
@@ -256,7 +256,7 @@ class TestOverGloo(unittest.TestCase):
             self.assertTrue(all(same(log["params"], logs[0]["params"]) for log in logs))
             cost = {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}
             self.assertTrue(all(calls == cost and not control for log in logs for calls, _, control in log["costs"]))
-            self.assertTrue(all(log["memory"]["optimizer"] == (12 * 16, 12 * 16) for log in logs))
+            self.assertTrue(all(log["memory"]["optimizer"] == (8 * 16, 8 * 16) for log in logs))
 
     def test_one_ranks_nan_stops_every_rank(self):
         self.assertEqual([log["skipped"] for log in self.logs], [(True, 1, True)] * 3)
@@ -311,6 +311,7 @@ class TestDtypes(unittest.TestCase):
             chunks = {size: shard_bounds(numel, n, 0)[2] for size, numel in ((4, 7), (2, 4), (8, 3))}
             stored = sum(size * n * chunk for size, chunk in chunks.items())
             state = 12 * chunks[4] + 12 * chunks[2] + 24 * chunks[8]  # float64 keeps its state in float64
+            beside = state - 4 * chunks[4] - 8 * chunks[8]  # their parameters are their masters
             for params, calls, held, shard_bytes in virtual(n, train_mixed):
                 with self.subTest(n=n):
                     self.assertEqual([p.dtype for p in params], [p.dtype for p in Mixed().parameters()])
@@ -318,7 +319,7 @@ class TestDtypes(unittest.TestCase):
                     self.assertEqual(calls["all_reduce"], 1)  # the norm, however many units
                     self.assertEqual(held["parameters"], (stored, stored))
                     self.assertEqual(held["gradients"], (stored, stored))
-                    self.assertEqual(held["optimizer"], (state, state))
+                    self.assertEqual(held["optimizer"], (beside, beside))
                     self.assertEqual(shard_bytes, state)
 
     def test_every_dtype_is_trained_as_torch_trains_it(self):
@@ -621,13 +622,15 @@ class TestFrozen(unittest.TestCase):
         def worker(comm):
             module = Odd()  # scale [0, 1), first.weight [1, 16), first.bias [16, 21), left.weight [21, 46)
             optimizer = optimizer_for(module, comm)
-            shard, groups = optimizer.shards[0], optimizer.group_of
-            whole = shard.trainable_ranges(groups)
+            shard = optimizer.shards[0]
+            whole = shard.ranges
             module.first.bias.requires_grad_(False)
-            partly = shard.trainable_ranges(groups)
+            optimizer.step()
+            partly = shard.ranges
             module.requires_grad_(False)
+            optimizer.step()
             optimizer.zero_grad()
-            return whole, partly, shard.trainable_ranges(groups), {p.grad for p in module.parameters()}
+            return whole, partly, shard.ranges, {p.grad for p in module.parameters()}
 
         self.assertEqual(virtual(1, worker), [([(0, 46, 0)], [(0, 16, 0), (21, 46, 0)], [], {None})])
         expected = [

@@ -100,13 +100,13 @@ def show_steps(log: dict, job: Job) -> None:
 
 def show_memory(logs: list[dict]) -> None:
     """Print bytes held by each rank, then the largest and the mean, then what the formula predicts."""
-    formula = model_state_bytes(logs[0]["parameters"], len(logs), stage=1)
+    formula = model_state_bytes(logs[0]["parameters"], len(logs), stage=1, master=False)
     rows = [[str(rank), *(log["memory"][kind][1] for kind in formula)] for rank, log in enumerate(logs)]
     columns = list(zip(*(row[1:] for row in rows), strict=True))
     rows.append(["max", *map(max, columns)])
     rows.append(["mean", *(round(sum(column) / len(column)) for column in columns)])
     rows.append(["predicted", *formula.values()])
-    demo.table(["rank", *formula], rows, "bytes held by live tensors; predicted: 4P, 4P, 12 ceil(P/N)")
+    demo.table(["rank", *formula], rows, "bytes held by live tensors; predicted: 4P, 4P, 8 ceil(P/N)")
 
 
 def show_manifest(folder: Path, world_size: int) -> None:
@@ -152,11 +152,12 @@ def check_ranks(claims: demo.Claims, logs: list[dict]) -> None:
     steps = zip(*([row["digest"] for row in log["rows"]] for log in logs), strict=True)
     one_model = all(len(set(step)) == 1 for step in steps)
     claims.check("(b) all ranks hold bit-identical parameters after every step", one_model)
-    expected = model_state_bytes(logs[0]["parameters"], len(logs), stage=1)["optimizer"]
+    total, n = logs[0]["parameters"], len(logs)
+    state, held = (model_state_bytes(total, n, stage=1, master=m)["optimizer"] for m in (True, False))
     claims.check(
-        "(c) optimizer bytes a rank are 12 ceil(P/N)",
-        all(log["shard_bytes"] == log["memory"]["optimizer"][1] == expected for log in logs),
-        f"12 x ceil({logs[0]['parameters']:,} / {len(logs)}) = {expected:,}",
+        "(c) optimizer state is 12 ceil(P/N) bytes a rank, 8 of them beside the parameters",
+        all((log["shard_bytes"], log["memory"]["optimizer"][1]) == (state, held) for log in logs),
+        f"12 x ceil({total:,} / {n}) = {state:,}",
     )
 
 

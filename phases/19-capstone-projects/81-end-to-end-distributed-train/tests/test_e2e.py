@@ -410,13 +410,13 @@ class TestEachClaimCanFail(unittest.TestCase):
             self.assert_noticed(r"^\(a\) the held-out loss falls at every step")
 
     def test_a_rank_whose_parameters_are_its_own(self):
-        def gather_and_drift(optimizer):
-            gather(optimizer)
+        def step_and_drift(optimizer):
+            step(optimizer)
             if optimizer.comm.rank == 1:
                 optimizer.units[0].data[5] += 1e-6
 
-        gather = zero.ZeroOptimizer._gather_parameters
-        with mock.patch.object(zero.ZeroOptimizer, "_gather_parameters", gather_and_drift):
+        step = zero.ZeroOptimizer.step
+        with mock.patch.object(zero.ZeroOptimizer, "step", step_and_drift):
             self.assert_noticed(r"^\(b\) all ranks hold bit-identical parameters")
 
     def test_shards_that_keep_the_whole_alive(self):
@@ -427,7 +427,7 @@ class TestEachClaimCanFail(unittest.TestCase):
                 self.exp_avg_sq = torch.zeros(unit.padded)[self.start : self.end]
 
         with mock.patch.object(zero, "Shard", Unsharded):
-            self.assert_noticed(r"^\(c\) optimizer bytes a rank are 12 ceil\(P/N\)")
+            self.assert_noticed(r"^\(c\) optimizer state is 12 ceil\(P/N\) bytes a rank")
 
     def test_noise_that_is_not_restored(self):
         with mock.patch.object(train, "set_random_state", lambda saved: None):

@@ -355,7 +355,7 @@ class TestCosts(unittest.TestCase):
 
     def test_bytes_held(self):
         for n, logs in self.logs.items():
-            formula, padding = model_state_bytes(P, n, stage=1), 4 * (-P % n)
+            formula, padding = model_state_bytes(P, n, stage=1, master=False), 4 * (-P % n)
             for log in logs:
                 held = {"parameters": formula["parameters"] + padding, "gradients": formula["gradients"] + padding}
                 for kind, expected in (held | {"optimizer": formula["optimizer"]}).items():
