@@ -7,20 +7,22 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import demo  # 76: flags, tables, the verdict
 import torch
+from chrome_trace import save_trace  # a timeline for Perfetto
 from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
-from mesh_comm import MeshComm  # 76: the same over a mesh
-from chrome_trace import save_trace  # for Perfetto
-from gantt import render_gantt, save_gantt, save_memory  # a schedule as a picture
-from optimum import fastest_span  # the shortest of all schedules
-from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers  # without a pipeline
+from gantt import render_gantt, render_timeline, save_gantt, save_memory  # a timeline as a picture
+from instructions import ScheduleError  # names the instruction that is wrong
 from lone_messages import add_lone_messages, pass_messages  # what deadlocks
+from measured import measure_worker, predict  # the measured timeline, beside the predicted one
+from mesh_comm import MeshComm  # 76: the same interface over a mesh
+from one_process import full_batch_gradients, train_one_process, whole_batch, whole_numbers  # without a pipeline
+from optimum import fastest_span  # the shortest of all schedules
 from pipeline import Pipeline  # the interpreter that runs a schedule
 from pipeline_bench import bench  # side by side with torch.distributed.pipelining, for --bench
+from pipeline_deeper import deeper  # tied weights, checkpointing, balance, two dimensions, for --deeper
 from ranks import RankError, run_ranks  # 76: processes
-from instructions import ScheduleError
 from schedule import SCHEDULES, gpipe_schedule, make_orders, make_schedule, stages_per_rank  # schedules as data
-from simulator import bubble_formula, bubble_fraction, measure_bubble, simulate, timeline  # what it costs
 from schedule_check import check_schedule  # the proof that a schedule can run
+from simulator import bubble_formula, bubble_fraction, measure_bubble, simulate, summarise, timeline  # what it costs
 from stage_mlp import (  # what is cut and trained
     SEED,
     SIZES,
@@ -164,6 +166,30 @@ def train_worker(rank: int, world_size: int, steps: int, batch: int, microbatche
     return rows
 
 
+def measure(args, claims: demo.Claims) -> None:
+    """Claim: what the simulator foresaw is what runs: the same computations on each rank, in the same order."""
+    n, m = args.world_size, args.microbatches
+    found = run_ranks(measure_worker, n, m, 64, 256, args.seed, backend=args.backend)[0]
+    rows, same, timelines = [], True, {}
+    for name, slots in found.items():
+        predicted, measured = predict(slots), summarise(slots)
+        orders = make_orders(name, n, m)
+        same &= {r: [s.compute for s in slots if s.rank == r] for r in orders} == orders
+        rows.append([name, bubble_formula(name, n, m), predicted.bubble, measured.bubble, 1e3 * measured.step])
+        timelines |= {f"{name}, predicted": predicted.slots, f"{name}, measured": slots}
+    columns = ["schedule", "formula", "simulated", "measured", "step, ms"]
+    demo.table(columns, rows, f"Bubble, N = {n}, M = {m}; simulated with the measured time of each stage")
+    for name in ("1f1b", "zb-h1"):
+        drawn = [render_timeline(timelines[f"{name}, {which}"]) for which in ("predicted", "measured")]
+        demo.say(f"\n{name}, predicted (above) and measured (below)\n" + "\n\n".join(drawn))
+    demo.say()
+    claims.check("each rank ran what was simulated, in that order", same)
+    if demo.is_main():
+        out = demo.out_dir(args)
+        demo.say(f"      saved as a picture: {save_gantt(timelines, out / 'measured.png')}")
+        demo.say(f"      for ui.perfetto.dev: {save_trace(timelines, out / 'measured.json')}")
+
+
 def mean(claims: demo.Claims) -> None:
     """Claim: cut 8 rows into 1, 2, 4 or 8 microbatches, and the gradients stay those of all rows at once, exactly."""
     rows, (x, target) = [], whole_batch(8)
@@ -197,11 +223,15 @@ def main() -> int:
     parser.add_argument("--microbatches", type=demo.positive, default=8, metavar="M", help="microbatches a batch (8)")
     parser.add_argument("--batch", type=demo.positive, default=4, metavar="ROWS", help="rows a microbatch (4)")
     parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (default: 5)")
+    parser.add_argument("--deeper", action="store_true", help="tied weights, checkpointing, balance, two dimensions")
     args, claims = demo.parse(parser, lesson=79), demo.Claims()
     if args.world_size > len(SIZES) - 1:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
-    if args.bench:
-        return bench(args)
+    if args.deeper and args.backend != "gloo":
+        parser.error("--deeper runs on CPU ranks: leave --backend nccl out")
+    for chosen, other in ((args.bench, bench), (args.deeper, deeper)):
+        if chosen:
+            return other(args)
     draw(args, claims)
     bubble(claims)
     optimum(claims)
@@ -209,6 +239,7 @@ def main() -> int:
     deadlock(claims)
     train(args, claims)
     mean(claims)
+    measure(args, claims)
     return claims.verdict("LESSON 79: PIPELINE VERIFIED")
 
 

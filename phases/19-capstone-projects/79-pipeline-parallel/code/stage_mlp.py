@@ -1,6 +1,7 @@
 """The model that is cut into stages, its data, and its training over a pipeline."""
 
 import torch
+from balance import equal_bounds
 from comm import Comm, TorchComm
 from instructions import check_sizes
 from pipeline import Pipeline
@@ -49,8 +50,7 @@ def _layer(index: int, sizes, seed: int) -> nn.Linear:
 
 def stage_bounds(stage: int, num_stages: int, sizes: tuple[int, ...] = SIZES) -> tuple[int, int]:
     """Return (first, one past the last) of the layers of a stage; stages differ by at most one layer."""
-    layers = len(sizes) - 1
-    return stage * layers // num_stages, (stage + 1) * layers // num_stages
+    return equal_bounds(len(sizes) - 1, num_stages)[stage]
 
 
 def stage_shapes(num_stages: int, batch: int, sizes: tuple[int, ...] = SIZES) -> list[tuple[int, int]]:
@@ -60,9 +60,7 @@ def stage_shapes(num_stages: int, batch: int, sizes: tuple[int, ...] = SIZES) ->
 
 def check_stages(num_stages: int, sizes: tuple[int, ...] = SIZES) -> None:
     """Raise ValueError unless each stage gets at least one layer."""
-    check_sizes(num_stages=num_stages)
-    if num_stages > len(sizes) - 1:
-        raise ValueError(f"{num_stages} stages, but the model has only {len(sizes) - 1} layers")
+    equal_bounds(len(sizes) - 1, num_stages)
 
 
 def make_batch(step: int, rows: int, seed: int = SEED, sizes: tuple[int, ...] = SIZES):

@@ -35,15 +35,23 @@ class TestDemo(unittest.TestCase):
         self.assertEqual(json.loads(self.lines[-1])["code"], 0, self.errors)
         claims = [line for line in self.lines if line.startswith("ok  ")]
         self.assertIn(f"{len(claims)} of {len(claims)} claims hold", self.lines[-2])
-        self.assertEqual(len(claims), 11)
+        self.assertEqual(len(claims), 12)
         self.assertFalse([line for line in self.lines if line.startswith("FAIL")])
 
     def test_the_charts_are_saved(self):
-        self.assertEqual(self.files, ["gantt.png", "memory.png", "predicted.json"])
+        self.assertEqual(self.files, ["gantt.png", "measured.json", "measured.png", "memory.png", "predicted.json"])
 
     def test_nothing_heavy_is_imported(self):
         """Backward through a received gradient would import sympy, an optimizer of torch's its compiler."""
         self.assertEqual(json.loads(self.lines[-1])["heavy"], [])
+
+
+class TestDeeper(unittest.TestCase):
+    def test_every_claim_holds(self):
+        run = subprocess.run([sys.executable, str(MAIN), "--deeper"], capture_output=True, text=True, timeout=240)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        self.assertEqual(len([line for line in run.stdout.splitlines() if line.startswith("ok  ")]), 7)
+        self.assertIn("7 of 7 claims hold", run.stdout)
 
 
 class TestPublicNames(unittest.TestCase):

@@ -1,0 +1,96 @@
+import itertools
+import random
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+import torch
+from balance import balanced_bounds, equal_bounds, profile_layers, stage_sums
+from schedule import make_schedule
+from simulator import simulate
+from torch import nn
+
+
+def all_bounds(layers, stages):
+    """Every way to cut."""
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        edges = [0, *cuts, layers]
+        yield [*itertools.pairwise(edges)]
+
+
+class TestBalance(unittest.TestCase):
+    def test_no_cut_has_a_faster_slowest_stage(self):
+        generator = random.Random(5)
+        for layers in range(1, 9):
+            for stages in range(1, layers + 1):
+                times = [generator.randint(1, 20) for _ in range(layers)]
+                best = min(max(stage_sums(times, bounds)) for bounds in all_bounds(layers, stages))
+                found = balanced_bounds(times, stages)
+                self.assertIn(found, list(all_bounds(layers, stages)))
+                self.assertEqual(max(stage_sums(times, found)), best, (times, stages))
+
+    def test_given_times_by_hand(self):
+        self.assertEqual(balanced_bounds([1, 1, 1, 1, 4], 2), [(0, 4), (4, 5)])
+        self.assertEqual(balanced_bounds([5, 1, 1, 1, 1, 5], 3), [(0, 1), (1, 5), (5, 6)])
+        self.assertEqual(balanced_bounds([0, 0, 3], 3), [(0, 1), (1, 2), (2, 3)])  # each stage has a layer
+        self.assertEqual(balanced_bounds([2], 1), [(0, 1)])
+
+    def test_the_step_before_and_after(self):
+        """8 layers of 1 and a head of 8: 4 + 4 layers and the head make stages of 4 and 12, balanced both have 8."""
+        layers, schedule = [1] * 8 + [8], make_schedule("1f1b", 2, 6)
+        steps = {}
+        for cut in (equal_bounds, balanced_bounds):
+            bounds = cut(9, 2) if cut is equal_bounds else cut(layers, 2)
+            sums = stage_sums(layers, bounds)
+            steps[cut] = simulate(schedule, sums, sums, sums).step  # F, and the two gradients: each takes as long
+        self.assertEqual(steps[equal_bounds], 3 * (6 * 12 + 4))
+        self.assertEqual(steps[balanced_bounds], 3 * (6 * 8 + 8))
+
+    def test_equal_bounds(self):
+        self.assertEqual(equal_bounds(9, 4), [(0, 2), (2, 4), (4, 6), (6, 9)])
+        for layers in range(1, 9):
+            for stages in range(1, layers + 1):
+                sizes = [last - first for first, last in equal_bounds(layers, stages)]
+                self.assertEqual((sum(sizes), max(sizes) - min(sizes) <= 1), (layers, True))
+
+    def test_refusals(self):
+        for function, arguments, message in (
+            (equal_bounds, (3, 4), "4 stages, but the model has only 3 layers"),
+            (balanced_bounds, ([1, 2], 3), "3 stages, but the model has only 2 layers"),
+            (balanced_bounds, ([1, 2], 0), "num_stages must be a whole number of at least 1"),
+            (balanced_bounds, ([], 1), "num_layers must be"),
+            (balanced_bounds, ([1, -2], 1), "layer 1 takes -2: times must be at least 0"),
+            (balanced_bounds, ([float("nan")], 1), "layer 0 takes nan"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                function(*arguments)
+
+
+class Heavy(nn.Module):
+    """Does the work of many layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, x):
+        for _ in range(60):
+            x = x @ self.weight
+        return x
+
+
+class TestProfile(unittest.TestCase):
+    def test_a_heavy_layer_is_found_and_nothing_is_changed(self):
+        layers = [nn.Embedding(10, 64), nn.Linear(64, 64), Heavy(), nn.ReLU()]
+        forward, backward = profile_layers(layers, torch.arange(10), repeats=3)
+        for times in (forward, backward):
+            self.assertEqual(len(times), 4)
+            self.assertEqual(max(range(4), key=times.__getitem__), 2)
+            self.assertTrue(all(seconds >= 0 for seconds in times))
+        self.assertTrue(all(p.grad is None for layer in layers for p in layer.parameters()))
+
+
+if __name__ == "__main__":
+    unittest.main()
