@@ -1,4 +1,4 @@
-"""The course's one command line: list, run, test, check, catalog."""
+"""The course's one command line: list, run, test, check, catalog, checkpoint."""
 
 import argparse
 import json
@@ -36,6 +36,17 @@ def build_parser() -> argparse.ArgumentParser:
     test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
     test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
     test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
+    saved = add(
+        "checkpoint", checkpoint, "look at a checkpoint of lesson 80, check it, convert it to or from safetensors"
+    )
+    saved.add_argument("job", metavar="JOB", choices=["show", "verify", "convert"], help="show, verify or convert")
+    saved.add_argument("folder", metavar="DIR", help="a checkpoint; for convert also safetensors files")
+    saved.add_argument("--json", action="store_true", help="print the result as JSON")
+    saved.add_argument("--fast", action="store_true", help="verify: compare the CRC-32, if one was recorded")
+    saved.add_argument("--to", metavar="OUT", help="convert: the folder to write into")
+    saved.add_argument(
+        "--step", type=int, metavar="N", help="convert: the step, for files that do not say (default: 0)"
+    )
     add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
     writing = add("catalog", write_catalog, "write catalog.json from the lessons")
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
@@ -71,11 +82,26 @@ def run_lesson(course: Course, args: argparse.Namespace) -> int:
     main = course.find(args.lesson).folder / "code" / "main.py"
     if not main.is_file():
         raise UnknownLesson(f"lesson {args.lesson} has no {main.relative_to(course.root).as_posix()}")
-    command = [sys.executable, str(main), *args.passed_on]
+    return become([sys.executable, str(main), *args.passed_on])
+
+
+def become(command: list[str], environment: dict[str, str] | None = None) -> int:
+    """Run a command in this one's place; return its exit code where a process cannot become another."""
+    environment = {**os.environ, **(environment or {})}
     if os.name == "posix":
         sys.stdout.flush()
-        os.execv(sys.executable, command)  # become it: a signal for this command must not miss the demonstration
-    return subprocess.call(command)
+        os.execve(command[0], command, environment)  # a signal for this command must not miss the other
+    return subprocess.call(command, env=environment)
+
+
+def checkpoint(course: Course, args: argparse.Namespace) -> int:
+    """What `checkpoint_tools` of lesson 80 does, with every lesson's code at hand."""
+    folders = [str(lesson.folder / "code") for lesson in course.lessons]
+    command = [sys.executable, str(course.find("80").folder / "code" / "checkpoint_tools.py"), args.job, args.folder]
+    command += [f"--{name}" for name in ("json", "fast") if getattr(args, name)]
+    for name in ("to", "step"):
+        command += [] if getattr(args, name) is None else [f"--{name}", str(getattr(args, name))]
+    return become(command, {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])})
 
 
 def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:

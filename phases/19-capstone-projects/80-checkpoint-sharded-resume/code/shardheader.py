@@ -55,23 +55,27 @@ def read_header(take: Callable[[int], bytes], shard: Shard, manifest: ShardManif
     if take(len(MAGIC)) != MAGIC:
         raise CheckpointError("not a shard file")
     length = int.from_bytes(take(8), "little")
-    found = parse_json(take(length))
-    check_keys("header", found, ["rank", "world_size", "step", "state", "tensors"])
     expected = {"rank": shard.rank, "world_size": manifest.world_size, "step": manifest.step}
+    header = parse_header(take(length), expected, shard.size - len(MAGIC) - 8 - length)
+    state = header.build(header.entries)
+    layout = state.get("layout", []) if isinstance(state, dict) else []
+    if layout != shard.layout:
+        raise CheckpointError("layout: the manifest's differs from the shard's own")
+    return header
+
+
+def parse_header(text: bytes, expected: dict[str, int], available: int) -> Header:
+    """Check the JSON of a header: `expected` rank, world_size and step, and a table of `available` bytes."""
+    found = parse_json(text)
+    check_keys("header", found, ["rank", "world_size", "step", "state", "tensors"])
     for name, value in expected.items():
         check_integer(name, found[name])
         if found[name] != value:
             raise CheckpointError(f"{name}: expected {value}, but the shard itself says {found[name]}")
     if not isinstance(found["tensors"], list):
         raise CheckpointError("tensors: expected a list")
-    size = len(MAGIC) + 8 + length
     entries = [_check_entry(f"tensors[{i}]", entry) for i, entry in enumerate(found["tensors"])]
-    header = Header(size, found["state"], entries, _regions(entries, shard.size - size))
-    state = header.build(entries)
-    layout = state.get("layout", []) if isinstance(state, dict) else []
-    if layout != shard.layout:
-        raise CheckpointError("layout: the manifest's differs from the shard's own")
-    return header
+    return Header(len(MAGIC) + 8 + len(text), found["state"], entries, _regions(entries, available))
 
 
 def _regions(entries: list[Entry], available: int) -> dict[int, tuple[torch.dtype, int]]:

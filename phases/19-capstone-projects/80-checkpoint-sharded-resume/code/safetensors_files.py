@@ -1,0 +1,140 @@
+"""A checkpoint as safetensors files, one a rank, and back, bit for bit.
+
+safetensors (an extra: `pip install safetensors`) is the format in which weights are published: a JSON table and raw
+bytes, as here, but tensors only. The rest of a state travels in the file's metadata: the header of our own shard.
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+from checkpoint import load_sharded, save_sharded
+from manifest import CheckpointError, ShardManifest, read_manifest
+from packed import PackedState
+from restore import tensors_of
+from shardheader import Entry, Header, parse_header
+from storage import DISK, Storage
+from strictjson import check_integer, check_keys, parse_json
+
+METADATA = "shard-80"  # the key of our header in a file's metadata
+
+
+def to_safetensors(src_dir, dest_dir, *, storage: Storage = DISK) -> list[Path]:
+    """Write `rank0.safetensors`, ... from a checkpoint, which is verified first; return the files' paths.
+
+    Tied tensors are stored once. Raises CheckpointError if `dest_dir` has such files already, or if safetensors does
+    not know a dtype.
+    """
+    codec, target = _codec(), Path(dest_dir)
+    manifest, states = load_sharded(src_dir, read_manifest(src_dir, storage).world_size, storage=storage)
+    storage.make_folder(target)
+    if taken := [name for name in storage.names(target) if name.endswith(".safetensors")]:
+        raise CheckpointError(f"{target}: has safetensors files already: {', '.join(taken[:3])}")
+    paths = []
+    for rank, state in enumerate(states):
+        packed = PackedState(state, rank, manifest.world_size, manifest.step)
+        header = _header(packed.header[16:], sum(map(len, packed.regions)), f"rank {rank}")
+        tensors = dict(tensors_of(state))
+        stored = {path: tensors[path] for path in _names(header).values()}
+        extra = {"seconds": manifest.wall_clock_seconds, "header": packed.header[16:].decode()}
+        try:
+            data = codec.save(stored, {METADATA: json.dumps(extra)})
+        except Exception as error:  # a dtype that it does not know is a KeyError here, a ValueError there
+            kinds = sorted({str(tensor.dtype) for tensor in stored.values()})
+            raise CheckpointError(f"safetensors cannot hold rank {rank}'s {', '.join(kinds)}: {error}") from error
+        paths.append(target / f"rank{rank}.safetensors")
+        with storage.create(temporary := paths[-1].with_suffix(".tmp")) as file:
+            storage.write(file, data)
+            storage.fsync(file)
+        storage.rename(temporary, paths[-1])
+    storage.fsync_folder(target)
+    return paths
+
+
+def from_safetensors(source, dest_dir, step: int = 0, *, storage: Storage = DISK) -> ShardManifest:
+    """Save a checkpoint from what `to_safetensors` wrote, or from any one file: then of one rank, {name: tensor}.
+
+    `step` is used for a file that does not say. Raises CheckpointError for files that do not belong together.
+    """
+    source = Path(source)
+    files = [source] if source.is_file() else _files_of(source, storage)
+    ranks = [_read(path) for path in files]
+    if len(ranks) == 1 and ranks[0][0] is None:
+        return save_sharded([ranks[0][2]], dest_dir, step, crc32=True, storage=storage)
+    for rank, (facts, _, _) in enumerate(ranks):
+        first = {**ranks[0][0], "rank": rank} if ranks[0][0] else None
+        if facts is None or facts != first or facts["world_size"] != len(files):
+            raise CheckpointError(f"{files[rank]}: says {facts}, expected {first} of {len(files)} files")
+    facts, seconds, _ = ranks[0]
+    return save_sharded([state for *_, state in ranks], dest_dir, facts["step"], seconds, crc32=True, storage=storage)
+
+
+def _read(path: Path) -> tuple[dict | None, float, dict]:
+    """Return (rank, world_size and step; seconds; state) of one file; (None, 0.0, tensors) for a foreign one."""
+    try:
+        with _codec(module="safetensors").safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    if METADATA not in metadata:
+        return None, 0.0, tensors
+    try:
+        extra = parse_json(metadata[METADATA])
+        check_keys("metadata", extra, ["seconds", "header"])
+        text = extra["header"].encode()
+        header = _header(text, sum(t.numel() * t.element_size() for t in tensors.values()), "header")
+        names, filled = _names(header), []
+        for index, entry in enumerate(header.entries):
+            tensor = tensors.get(names[_place(index, entry)])
+            if tensor is None or tensor.dtype != entry.dtype or tensor.numel() != entry.numel:
+                raise CheckpointError(f"{names[_place(index, entry)]}: missing, or not as the header says")
+            filled.append(tensor.view(-1).view(entry.shape) if entry.numel else tensor.view(entry.shape))
+        facts = {key: parse_json(text)[key] for key in ("rank", "world_size", "step")}
+    except (CheckpointError, AttributeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return facts, extra["seconds"], header.build(filled)
+
+
+def _header(text: bytes, available: int, name: str) -> Header:
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name}: expected a JSON object")
+    for key in ("rank", "world_size", "step"):
+        check_integer(key, found.get(key))
+    return parse_header(text, {key: found[key] for key in ("rank", "world_size", "step")}, available)
+
+
+def _place(index: int, entry: Entry) -> int:
+    """Tied tensors have one place; an empty one has its own."""
+    return entry.offset if entry.numel else -1 - index
+
+
+def _names(header: Header) -> dict[int, str]:
+    """Return the name under which each place is stored: the first path that leads to it."""
+    names, indices = {}, {id(entry): index for index, entry in enumerate(header.entries)}
+    for path, entry in header.paths().items():
+        names.setdefault(_place(indices[id(entry)], entry), path)
+    return names
+
+
+def _files_of(folder: Path, storage: Storage) -> list[Path]:
+    try:
+        names = [name for name in storage.names(folder) if name.endswith(".safetensors")]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}") from error
+    expected = [f"rank{rank}.safetensors" for rank in range(len(names))]
+    if not names or (len(names) > 1 and sorted(names) != sorted(expected)):
+        raise CheckpointError(
+            f"{folder}: expected one safetensors file, or one a rank, found {', '.join(names) or 'none'}"
+        )
+    return [folder / name for name in (expected if len(names) > 1 else names)]
+
+
+def _codec(module: str = "safetensors.torch"):
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise CheckpointError("this needs the package safetensors: pip install safetensors") from None
