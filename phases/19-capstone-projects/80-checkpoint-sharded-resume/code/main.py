@@ -1,9 +1,9 @@
 """Lesson 80: checkpoints that survive. One file a rank, one rename that counts, and nothing loads that was not saved.
 
-`python code/main.py` saves and loads on 4 processes, tries the ways of being wrong, and dies at every file operation.
+`python code/main.py` saves and loads on 4 processes, tries the ways of being wrong, dies at every file operation, saves
+while training goes on, and loads on 3 processes what 4 have saved.
 """
 
-import re
 import shutil
 import sys
 import tempfile
@@ -16,23 +16,34 @@ import bench_checkpoint  # --bench: beside the disk itself, sha256 alone and tor
 import demo  # 76: flags, tables, verdict
 import torch
 import wire  # 76: tensors as bytes
+from asyncsave import AsyncSaver  # a copy now, the writing later
 from checkpoint import load_shard, load_sharded, save_shard, save_sharded  # N ranks, N files, one rename
 from comm import TorchComm  # 76: what a rank sees of the others
-from damage import CODE_RAN, WRONG_CHECKPOINTS  # ways to be wrong
+from crash_drill import SAVES, die_at, operations, rehearse  # dying at every operation
+from damage import CODE_RAN, WRONG_CHECKPOINTS, flip_a_bit  # ways to be wrong
 from manifest import MANIFEST, CheckpointError, ShardManifest  # the file that makes N shards a checkpoint
 from ranks import run_ranks, under_torchrun  # 76: one process a rank
+from recheck import recheck  # the same bytes still? sha256, or a CRC
+from reshard import check_plan, even_layout, make_plan  # what moves where when N becomes M
+from reshard_load import load_resharded, load_resharded_all  # and moving it
 from restore import load_into  # a loaded state into live tensors
 from rotation import latest_checkpoint, rotate_checkpoints  # the newest, and deleting the oldest
-from storage import Crash, CrashingStorage  # the disk, as a process sees it that will die
+from second_tier import copy_checkpoint  # another disk, a manifest of its own
+from storage import CrashingStorage  # the disk, as a process sees it that will die
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointError",
     "ShardManifest",
+    "copy_checkpoint",
     "latest_checkpoint",
     "load_into",
+    "load_resharded",
+    "load_resharded_all",
     "load_shard",
     "load_sharded",
     "make_demo_state",
+    "recheck",
     "rotate_checkpoints",
     "save_shard",
     "save_sharded",
@@ -156,60 +167,19 @@ def refusals(claims: demo.Claims, parent: Path) -> None:
     claims.check("the good checkpoint is untouched by five failures", intact)
 
 
-OLD, NEW = ([{"w": torch.full((6,), float(step + rank))} for rank in range(2)] for step in (10, 20))
-WRITES = 2  # a shard of theirs is a header and one tensor
-SAVES = {  # (folder, step) of the checkpoint that is there already, (folder, step) of the save that dies
-    "first save": (None, ("step_5", 5)),
-    "later save": (("step_5", 5), ("step_10", 10)),
-    "same step again": (("step_5", 5), ("step_5", 5)),
-}
-
-
-def save_and_die(parent: Path, before: tuple | None, save: tuple, storage: CrashingStorage) -> str:
-    """Save on a disk that crashes, as `storage` says; return which checkpoint loads afterwards, bit for bit."""
-    parent.mkdir(parents=True)
-    if before:
-        save_sharded(OLD, parent / before[0], before[1], storage=CrashingStorage())
-    try:
-        save_sharded(NEW, parent / save[0], save[1], storage=storage)
-    except Crash:
-        pass
-    newest = latest_checkpoint(parent)
-    loaded = None if newest is None else load_sharded(newest, 2)[1]
-    return next(
-        (name for name, was in {"none": None, "old": OLD, "new": NEW}.items() if byte_equal(was, loaded)), "wrong"
-    )
-
-
-def strays_after_next_save(folder: Path, step: int) -> set[str]:
-    """Save once more, undisturbed; return the names in the folder that the manifest does not name."""
-    manifest = save_sharded(NEW, folder, step, storage=CrashingStorage())
-    return {path.name for path in folder.iterdir()} - {MANIFEST, *(shard.path for shard in manifest.shards)}
-
-
-def operations(ranks: int, new_folder: bool, replaced: int) -> int:
-    """Predict what a save does to the disk: create, writes and two fsyncs a rank; five for the manifest; the rest."""
-    return ranks * (WRITES + 3) + 5 + (2 if new_folder else 0) + replaced
-
-
 def crash_drill(claims: demo.Claims, parent: Path) -> None:
     """Die before, during and after every operation of three kinds of save; look what loads afterwards."""
     totals, strays = [], set()
     for kind, (before, save) in SAVES.items():
-        rehearsal, timeline, outcomes = CrashingStorage(), [], []
-        save_and_die(parent / kind / "rehearsal", before, save, rehearsal)
-        for at, operation in enumerate(rehearsal.log):
-            moments = ("before", "during", "after") if operation.startswith("write") else ("before", "after")
-            found = [
-                save_and_die(parent / kind / f"{at} {when}", before, save, CrashingStorage(at, when))
-                for when in moments
-            ]
-            for when in moments:
-                strays |= strays_after_next_save(parent / kind / f"{at} {when}" / save[0], save[1])
+        timeline, outcomes = [], []
+        log = rehearse(parent / kind / "rehearsal", kind)
+        for at, operation in enumerate(log):
+            found, left = die_at(parent / kind, kind, at, operation)
+            strays |= left
             outcomes += found
-            timeline.append((at, re.sub(r"\.[0-9a-f]{32}", "", operation), found[0], found[-1]))
+            timeline.append((at, operation, found[0], found[-1]))
         predicted = operations(2, new_folder=before != save, replaced=2 if before == save else 0)
-        totals.append((kind, predicted, len(rehearsal.log), *map(outcomes.count, ("none", "old", "new", "wrong"))))
+        totals.append((kind, predicted, len(log), *map(outcomes.count, ("none", "old", "new", "wrong"))))
     demo.table(["#", "operation", "crash before", "crash after"], timeline, f"{kind}, interrupted: what loads")
     columns = ["save", "predicted", "operations", "none loads", "old loads", "new loads", "wrong"]
     demo.table(columns, totals, "all crashes")
@@ -217,6 +187,72 @@ def crash_drill(claims: demo.Claims, parent: Path) -> None:
     right = [wrong == 0 and new > 0 and (none == 0 or kind == "first save") for kind, *_, none, _, new, wrong in totals]
     claims.check("after every crash the newest complete checkpoint loads, bit for bit", all(right))
     claims.check("and the next save leaves no file behind", not strays, ", ".join(sorted(strays)))
+
+
+def save_while_training(rank: int, world_size: int, parent: str) -> list[bool]:
+    """Save in the background three times, changing the state at once; say for each whether the right one loads."""
+    comm, state = TorchComm(), {"w": torch.full((1000,), float(rank))}
+    with AsyncSaver(comm) as saver:
+        for step in range(1, 4):
+            saver.save(state, f"{parent}/step_{step}", step)
+            state["w"] += 10  # at once, while the copy is being written
+            comm.all_reduce(torch.ones(1000, device=comm.device))  # training's own messages
+    loaded = [load_shard(f"{parent}/step_{step}", comm)["w"] for step in range(1, 4)]
+    return [bool((w == rank + 10 * i).all()) for i, w in enumerate(loaded)]
+
+
+def asynchronous(claims: demo.Claims, parent: Path, world_size: int, backend: str) -> None:
+    """A thread writes a copy while training changes the state and talks to the other ranks."""
+    outcomes = run_ranks(save_while_training, world_size, str(parent), backend=backend)
+    rows = [
+        (rank, *("as at the call" if right else "changed" for right in of_rank))
+        for rank, of_rank in enumerate(outcomes)
+    ]
+    demo.table(["rank", "step 1", "step 2", "step 3"], rows, "asynchronous saves: what the files hold")
+    claims.check("an asynchronous save holds the state of its own call", all(map(all, outcomes)))
+
+
+def load_on_fewer(rank: int, world_size: int, folder: str) -> dict:
+    """Load a checkpoint of another number of ranks; the default cuts each unit evenly."""
+    return load_resharded(folder, TorchComm(), per_rank=["random", "data/next_sample"])
+
+
+def resharding(claims: demo.Claims, folder: Path, backend: str) -> None:
+    """Saved by 4, loaded by 3 processes: a plan, and what it brings."""
+    old, flat = [make_demo_state(rank, 4) for rank in range(4)], torch.arange(1003) / 1003
+    save_sharded(old, folder, 10)
+    saved, rows = [state["layout"] for state in old], []
+    for rank in range(3):
+        wanted = even_layout(saved, 3, rank)
+        plan = make_plan(saved, wanted)
+        check_plan(plan, saved, wanted)
+        rows += [(rank, *move.row()) for move in plan]
+    columns = ["new rank", "unit", "from rank", "its range", "to range", "elements"]
+    demo.table(columns, rows, "4 ranks -> 3: what is read from where")
+    new = run_ranks(load_on_fewer, 3, str(folder), backend=backend)
+    parts = [torch.cat([state["optimizer"]["flat"][name] for state in new]) for name in ("master", "exp_avg_sq")]
+    claims.check("at most N + M - 1 ranges are read", len(rows) <= 4 + 3 - 1, f"{len(rows)} of {4 + 3 - 1}")
+    claims.check("the concatenation is identical", all(map(byte_equal, parts, (flat, flat**2))))
+    alike = [byte_equal(state["model"], old[0]["model"]) for state in new]
+    claims.check("what all ranks hold alike is there once, and equal", all(alike))
+    differs = refused(lambda: load_resharded_all(folder, 3), folder)
+    claims.check("what differs between ranks is named", "data/next_sample" in differs and "random/torch" in differs)
+
+
+def second_look(claims: demo.Claims, parent: Path) -> None:
+    """A copy on a second tier, with a manifest of its own, and a CRC that finds a flipped bit."""
+    near, far = parent / "near" / "step_10", parent / "far" / "step_10"
+    save_sharded([make_demo_state(rank, 2) for rank in range(2)], near, 10)
+    manifest = copy_checkpoint(near, far)
+    shutil.rmtree(near)
+    states = load_sharded(far, 2)[1]
+    good = [problem for _, problem in recheck(far, fast=True)]
+    flip_a_bit(far)
+    bad = [problem.replace(f"{far}/", "") for _, problem in recheck(far, fast=True)]
+    rows = [(shard.rank, shard.path, shard.crc32, bad[shard.rank] or "ok") for shard in manifest.shards]
+    demo.table(["rank", "file", "crc32", "after a bit was flipped"], rows, "second tier, verified again by CRC-32")
+    claims.check("the second tier loads when the first is gone", byte_equal(states[1], make_demo_state(1, 2)))
+    claims.check("a CRC finds one flipped bit", good == ["", ""] and not bad[0] and "crc32 mismatch" in bad[1])
 
 
 def rotation(claims: demo.Claims, parent: Path) -> None:
@@ -247,6 +283,9 @@ def main() -> int:
         refusals(claims, Path(folder) / "refusals")
         crash_drill(claims, Path(folder) / "drill")
         rotation(claims, Path(folder) / "rotation")
+        asynchronous(claims, Path(folder) / "asynchronous", args.world_size, args.backend)
+        resharding(claims, Path(folder) / "resharding", args.backend)
+        second_look(claims, Path(folder) / "second_look")
         if args.bench:
             bench_checkpoint.run(Path(folder), args.mb)
     return claims.verdict("LESSON 80: what was saved is what loads")
