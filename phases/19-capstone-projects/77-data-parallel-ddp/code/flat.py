@@ -30,21 +30,25 @@ class FlatUnit:
 
     `grad` is the flat gradient, `data` (after `own_parameters`) the flat parameters. Both have `padded` elements:
     `numel` rounded up to a multiple of `multiple`, so that N ranks can have equal shards. The padding stays zero.
-    `memory` is `grad` and `extra` elements more, which travel with it.
+    `memory` is `grad` and `extra` elements more, which travel with it. It comes from `empty(numel, dtype)`, by default
+    `comm.empty`.
     """
 
-    def __init__(self, named_params: list[tuple[str, nn.Parameter]], comm, multiple: int = 1, extra: int = 0):
+    def __init__(
+        self, named_params: list[tuple[str, nn.Parameter]], comm, multiple: int = 1, extra: int = 0, empty=None
+    ):
         self.slots, start = [], 0
         for name, param in named_params:
             self.slots.append(Slot(name, param, start, start + param.numel()))
             start += param.numel()
         self.numel, self.padded = start, -(-start // multiple) * multiple
         self.dtype = named_params[0][1].dtype
-        self._comm = comm
-        self.memory = comm.empty(self.padded + extra, self.dtype).zero_()
+        self._empty = empty or comm.empty
+        self.memory = self._empty(self.padded + extra, self.dtype).zero_()
         self.grad = self.memory[: self.padded]
         self.views = [self.grad[slot.start : slot.end].view(slot.param.shape) for slot in self.slots]
         self.data: torch.Tensor | None = None
+        self.data_views: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take_grads(self, indices: Iterable[int]) -> None:
@@ -60,11 +64,11 @@ class FlatUnit:
             torch._foreach_copy_(views, grads)
 
     @torch.no_grad()
-    def own_parameters(self) -> None:
-        """Move the parameters into one flat buffer: each `param.data` becomes a view of `data`."""
-        self.data = self._comm.empty(self.padded, self.dtype).zero_()
-        for slot in self.slots:
-            view = self.data[slot.start : slot.end].view(slot.param.shape)
+    def own_parameters(self, empty=None) -> None:
+        """Move the parameters into one flat buffer: each `param.data` becomes a view of `data`, made as `memory` is."""
+        self.data = (empty or self._empty)(self.padded, self.dtype).zero_()
+        self.data_views = [self.data[slot.start : slot.end].view(slot.param.shape) for slot in self.slots]
+        for slot, view in zip(self.slots, self.data_views, strict=True):
             view.copy_(slot.param)
             slot.param.data = view
 

@@ -49,8 +49,20 @@ def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     return (~torch.isfinite(largest)).any().float().reshape(1)
 
 
-def blame(comm: Comm, gradients: list[torch.Tensor]) -> str:
-    """Say whose gradient is not finite. All ranks call it, with `gradients` as a reduce-scatter in place leaves them.
+def blame(comm: Comm, shards: list) -> str:
+    """Say whose gradient is not finite. All ranks call it."""
+    if shards[0].stage >= 2:  # each rank has looked at its own
+        bad = comm.agree(any(bool(shard.own_bad) for shard in shards if shard.own_bad is not None))
+        guilty = {rank for rank, own in enumerate(bad) if own}
+    else:
+        guilty = _guilty(comm, [shard.unit.grad for shard in shards])
+    if not guilty:
+        return "the sum of finite gradients is not finite"
+    return f"the gradient of rank {', '.join(map(str, sorted(guilty)))} is not finite"
+
+
+def _guilty(comm: Comm, gradients: list[torch.Tensor]) -> set[int]:
+    """Find out from flat gradients as a reduce-scatter in place leaves them.
 
     Chunk r of a flat gradient is then the mean on rank r, and its own on every other rank. So a rank that sees bad
     values outside its chunk has them itself. If a mean is bad and nobody else has bad values there, they are of the
@@ -61,5 +73,4 @@ def blame(comm: Comm, gradients: list[torch.Tensor]) -> str:
     chunks = zip(*(gradient.chunk(n) for gradient in gradients), strict=True)
     seen = comm.agree([bool(not_finite(list(chunk))) for chunk in chunks])  # seen[rank][chunk]
     guilty = {rank for rank in range(n) for chunk in range(n) if chunk != rank and seen[rank][chunk]}
-    guilty |= {chunk for chunk in range(n) if seen[chunk][chunk] and sum(row[chunk] for row in seen) == 1}
-    return f"the gradient of rank {', '.join(map(str, sorted(guilty)))} is not finite"
+    return guilty | {chunk for chunk in range(n) if seen[chunk][chunk] and sum(row[chunk] for row in seen) == 1}

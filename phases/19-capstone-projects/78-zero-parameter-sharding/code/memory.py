@@ -1,6 +1,7 @@
 """Bytes held by each rank: what the formulas of ZeRO say, and what live tensors really hold."""
 
 import torch
+from residency import is_absent
 
 STAGES = ("vanilla DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
@@ -70,3 +71,20 @@ def live_bytes(tensors: list[torch.Tensor]) -> int:
     """Return the bytes of the storages behind these tensors, each storage once however many views it has."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def held_bytes(slots: list, shards: list) -> dict[str, tuple[int, int]]:
+    """Return (logical, live) bytes of parameters, gradients and optimizer state that a `ZeroOptimizer` holds now.
+
+    Logical is what the stage says: whole flat units or shards, padding included. Live are all storages: of units, of
+    shards, and behind the module's own tensors. (A parameter that is not there, in stage 3, has none.)
+    """
+    units = [shard.unit for shard in shards]
+    params = [slot.param for slot in slots if not is_absent(slot.param)]
+    grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
+    kept = {
+        "parameters": ([s.params if s.stage >= 3 else s.unit.data for s in shards], [u.data for u in units] + params),
+        "gradients": ([s.grad if s.stage >= 2 else s.unit.grad for s in shards], [u.memory for u in units] + grads),
+        "optimizer": ([tensor for shard in shards for tensor in shard.own_tensors()], []),
+    }
+    return {name: (logical_bytes(share), live_bytes(share + others)) for name, (share, others) in kept.items()}

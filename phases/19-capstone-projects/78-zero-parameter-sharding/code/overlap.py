@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import torch
 from flat import FlatUnit, watch_gradients
+from residency import allocate
 
 DEFAULT_CAP_MB = 100
 NO_CAP = 1 << 62
@@ -23,10 +25,18 @@ class Overlap:
 
     Units leave strictly in their order, on all ranks the same. `begin()` is called before the first of a round. What
     stays incomplete (a parameter without a gradient) is left to the caller: `launched` says how many have left.
+
+    With `at_end`, a round is a backward: when it ends, units leave that are incomplete, then `at_end()` is called.
     """
 
-    def __init__(self, units: list[FlatUnit], begin: Callable[[], None], launch: Callable[[int], None]):
-        self.units, self.begin, self.launch, self.enabled = units, begin, launch, True
+    def __init__(
+        self,
+        units: list[FlatUnit],
+        begin: Callable[[], None],
+        launch: Callable[[int], None],
+        at_end: Callable[[], None] | None = None,
+    ):
+        self.units, self.begin, self.launch, self.at_end, self.enabled = units, begin, launch, at_end, True
         self.reset()
         watch_gradients(units, self._on_gradient)
 
@@ -47,12 +57,24 @@ class Overlap:
         if number < self.launched:
             raise RuntimeError("a gradient came after its unit had left: all backwards but the last go into no_sync()")
         if not self.enabled:
+            allocate(self.units[number].memory)
             self.units[number].take_grads([index])  # the next backward adds to it there
             return
         if self.pending is None:
             self.begin()
             self.pending = [sum(slot.param.requires_grad for slot in unit.slots) for unit in self.units]
+            if self.at_end is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         self.pending[number] -= 1
-        while self.launched < len(self.units) and self.pending[self.launched] == 0:
+        self._launch_while(lambda: self.pending[self.launched] == 0)
+
+    def _launch_while(self, ready: Callable[[], bool]) -> None:
+        while self.launched < len(self.units) and ready():
             self.launched += 1
             self.launch(self.launched - 1)
+
+    def _backward_ended(self) -> None:
+        if self.pending is not None:
+            self._launch_while(lambda: True)
+            self.reset()
+            self.at_end()

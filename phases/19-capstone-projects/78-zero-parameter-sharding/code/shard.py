@@ -2,6 +2,7 @@
 
 import torch
 from adam import BLOCK, AdamSettings, adam_step, fused_adam_steps
+from comm import Comm
 from counter import StepCounter
 from flat import FlatUnit
 
@@ -13,12 +14,20 @@ class Shard:
 
     Parameters of a wider dtype (float64) have their state in that dtype. Where the dtypes are the same, the master is
     no copy: it is this part of the parameters.
+
+    `params` and `grad` are views of the unit's; from stage 2 on, `grad` has memory of its own, in stage 3 `params` too,
+    since the unit's will be freed.
     """
 
-    def __init__(self, unit: FlatUnit, rank: int, world_size: int):
-        size = unit.padded // world_size
-        self.unit, self.start, self.end = unit, rank * size, (rank + 1) * size
+    def __init__(self, unit: FlatUnit, comm: Comm, stage: int = 1):
+        size = unit.padded // comm.world_size
+        self.stage, self.unit, self.start, self.end = stage, unit, comm.rank * size, (comm.rank + 1) * size
         self.params, self.grad = unit.data[self.start : self.end], unit.grad[self.start : self.end]  # views
+        self.has_grad, self.own_bad = False, None  # from stage 2 on: what has arrived in this step, and was it finite
+        if stage >= 2:
+            self.grad = comm.empty(size, unit.dtype).zero_()
+        if stage >= 3:
+            self.params = comm.empty(size, unit.dtype).copy_(self.params)
         self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32))
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.live: list[tuple[int, int]] = []
@@ -75,6 +84,24 @@ class Shard:
                         adam_step(*row, counter.steps, chosen)
             if self.master is not self.params:
                 self.params[block].copy_(self.master[block])
+
+
+def build_units(plan: list[list], comm: Comm, stage: int) -> tuple[list[FlatUnit], list[Shard]]:
+    """Return flat units for lists of (name, parameter), whose memory the parameters move into, and this rank's shards.
+
+    What a stage frees is made with torch.empty: memory from `comm.empty` stays.
+    """
+
+    def fleeting(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=comm.device)
+
+    units, shards = [], []
+    for named in plan:
+        unit = FlatUnit(named, comm, multiple=comm.world_size, empty=fleeting if stage >= 2 else None)
+        unit.own_parameters(fleeting if stage >= 3 else comm.empty)
+        shards.append(Shard(unit, comm, stage))
+        units.append(unit)
+    return units, shards
 
 
 def _append(ranges: list[tuple], start: int, end: int, *kind: int) -> None:

@@ -5,20 +5,23 @@ parameters. On the wire that is exactly what one all-reduce costs; in memory the
 """
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 import zero_state
 from adam import AdamSettings
+from blocks import plan_blocks
 from comm import Comm, TorchComm, Work
 from counter import StepCounter, blame, not_finite
-from flat import FlatUnit, plan_units, sync_module, trainable_parameters
+from flat import plan_units, sync_module, trainable_parameters
+from gathering import Gathering
+from gradients import Gradients
 from groups import group_facts, split_groups
-from memory import check_whole, live_bytes, logical_bytes
+from memory import check_whole, held_bytes, logical_bytes
 from mesh import must_agree
-from overlap import Overlap, cap_bytes
-from routes import gather_from_shards, reduce_to_shards
-from shard import Shard
+from overlap import cap_bytes
+from routes import gather_from_shards
+from shard import Shard, build_units
 from torch import nn
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_skipped: int = 10,
         bucket_cap_mb: float | None = None,
         overlap: bool = False,
+        blocks: list[nn.Module] | None = None,
     ):
         AdamSettings(lr, betas, eps, weight_decay).check()
         check_whole("max_skipped", max_skipped, least=1)
@@ -77,29 +81,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"rank {rank!r} of {world_size!r} ranks, but in the group it is {comm.rank} of {comm.world_size}"
             )
-        if stage != 1:
-            raise ValueError(f"stage must be 1, got {stage!r}")
+        if isinstance(stage, bool) or stage not in (1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         param_groups = split_groups(module, named, groups, defaults)
         for group in param_groups:
             AdamSettings.of(group)
-        facts = defaults | {"fused": fused, "max_skipped": max_skipped, "bucket_cap": cap, "overlap": bool(overlap)}
-        given = {} if groups is None else {"groups": group_facts(named, param_groups)}
-        must_agree(comm, "the optimizer", facts | given)
+        if stage > 1:
+            plan, chain = plan_blocks(module, named, blocks)
+        else:
+            plan, chain = [list(reversed(unit)) for unit in plan_units(named, cap)], []  # inside in the module's order
+        facts = defaults | {"fused": fused, "max_skipped": max_skipped, "stage": stage, "overlap": bool(overlap)}
+        facts |= {"bucket_cap": cap} if stage == 1 else {"units": [[name for name, _ in unit] for unit in plan]}
+        facts |= {} if groups is None else {"groups": group_facts(named, param_groups)}
+        must_agree(comm, "the optimizer", facts)
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
-        plan = [list(reversed(unit)) for unit in plan_units(named, cap)]  # inside a unit in the module's order
-        self.units = [FlatUnit(unit, self.comm, multiple=comm.world_size) for unit in plan]
-        for unit in self.units:
-            unit.own_parameters()
-        self.shards = [Shard(unit, comm.rank, comm.world_size) for unit in self.units]
+        self.stage, (self.units, self.shards) = stage, build_units(plan, self.comm, stage)
         self.fused = comm.device.type == "cuda" if fused is None else bool(fused)
         self.counter, self.max_skipped, self.last_skip = StepCounter(comm.device), max_skipped, None
         self._lazy, self._calls = self.fused and comm.device.type == "cuda", 0
-        self._reduced, self._bad = False, None  # _bad: what the norm has told, if there was one
+        self._bad = None  # what the norm has told, if there was one
         self._slots = [slot for unit in self.units for slot in unit.slots]
-        self._places, self._works = [slot.param.data_ptr() for slot in self._slots], []
-        self._overlap = Overlap(self.units, self._check_parameters, self._launch) if overlap else None
+        self._places = [slot.param.data_ptr() for slot in self._slots]
+        self.gradients = Gradients(self.units, self.shards, self.comm, stage, overlap, self._check_parameters)
+        self.gathering = Gathering(chain, module, self.units, self.shards, self.comm) if stage == 3 else None
+        if self.gathering is not None:
+            self.gradients.left = self.gathering.unit_left
         self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state, self.param_groups = defaults, {}, param_groups
@@ -122,25 +130,34 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise ValueError("parameter groups are given when the optimizer is built: ZeroOptimizer(..., groups=[...])")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero all gradients. They stay views of the flat buffers, whatever `set_to_none` says."""
-        self._start_round()
-        for unit in self.units:
-            if self._overlap is None:
-                unit.grad.zero_()
-            for slot, view in zip(unit.slots, unit.views, strict=True):
-                slot.param.grad = view if self._overlap is None and slot.param.requires_grad else None
-
-    def _start_round(self) -> None:
-        self._reduced, self._bad = False, None
-        for work in self._works:
-            work.wait()  # where a backward was given up
-        self._works = []
-        if self._overlap is not None:
-            self._overlap.reset()
+        """Drop all gradients; what `set_to_none` says makes no difference."""
+        self._bad = None
+        self.gradients.forget()
 
     def no_sync(self):
-        """Accumulate gradients without communication; the next backward outside launches it. Matters with `overlap`."""
-        return nullcontext() if self._overlap is None else self._overlap.paused()
+        """Accumulate gradients without communication; the next backward outside launches it.
+
+        Matters with `overlap`, and from stage 2 on, where gradients and parameters are whole inside.
+        """
+        overlap = self.gradients.overlap
+        return nullcontext() if overlap is None else overlap.paused()
+
+    @contextmanager
+    def gathered(self):
+        """Have all parameters there, to be read or written: outside, stage 3 has them only while they compute.
+
+        All ranks enter and leave together, and write the same values.
+        """
+        if self.gathering is not None:
+            for number in range(len(self.units)):
+                self.gathering.take(number)
+        try:
+            yield
+        finally:
+            if self.gathering is not None:
+                for shard in self.shards:
+                    shard.params.copy_(shard.unit.data[shard.start : shard.end])
+                self.gathering.free_all()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -172,40 +189,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def reduce_gradients(self) -> None:
         """Give each rank the mean gradient of its shard. `step` and `clip_grad_norm_` call it; twice does no harm.
 
-        The parameters' own gradients are used up by it: they are None until the next backward or `zero_grad`.
-        Raises RuntimeError if a gradient came after this call and before `step`: it would be lost.
+        The parameters' own gradients are used up by it: they are None until the next backward or `zero_grad`. Raises
+        RuntimeError if a gradient came after this call and before `step`: it would be lost.
         """
-        if self._reduced:
-            for slot in self._slots:
-                if slot.param.grad is not None:
-                    raise RuntimeError(f"{slot.name} got a gradient after all were reduced: step or zero_grad first")
-            return
-        self._check_parameters()
-        for number in range(len(self._works), len(self.units)):  # with overlap, backward has launched some
-            self._launch(number)
-        for work in self._works:
-            work.wait()
-        self._works, self._reduced, self._bad = [], True, None
-
-    @torch.no_grad()
-    def _launch(self, number: int) -> None:
-        unit, present = self.units[number], []
-        for index, slot in enumerate(unit.slots):
-            if slot.param.grad is None or not slot.param.requires_grad:
-                unit.views[index].zero_()
-            else:
-                present.append(index)
-        unit.take_grads(present)
-        for slot in unit.slots:
-            slot.param.grad = None
-        self._works.append(reduce_to_shards(self.comm, self.shards[number]))
+        self.gradients.reduce()
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the module has changed in a way that the flat buffers cannot follow."""
         for name, param in self._frozen_at_start:
             if param.requires_grad:
                 raise ValueError(f"{name} was frozen when the optimizer was built: build a new one to train it")
-        for slot, place in zip(self._slots, self._places, strict=True):
+        for slot, place in zip(self._slots, self._places, strict=True) if self.stage < 3 else ():
             if slot.param.data_ptr() != place:
                 raise ValueError(f"{slot.name} has left the flat buffer: move and convert a module, then wrap it")
         requiring = [slot.param.requires_grad for slot in self._slots]
@@ -232,8 +226,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         settings = [AdamSettings.of(group) for group in self.param_groups]
         self.reduce_gradients()
         self.counter.record(self._any_bad() if self._bad is None else self._bad)
-        self._calls += 1
-        self._start_round()
+        self._calls, self._bad = self._calls + 1, None
+        self.gradients.start_round()
+        if self.gathering is not None:
+            self.gathering.free_all()  # they are about to change
         if self._lazy or not self.counter.bad.item():
             works = []
             for shard in self.shards:
@@ -255,14 +251,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.counter.bad.item():
             return
         in_a_row = self.counter.in_a_row
-        self.last_skip = f"step {self.steps + 1}: {blame(self.comm, [unit.grad for unit in self.units])}"
+        self.last_skip = f"step {self.steps + 1}: {blame(self.comm, self.shards)}"
         if self.comm.rank == 0:
             log.warning("skipped, %d in a row: %s", in_a_row, self.last_skip)
         if in_a_row >= self.max_skipped:
             raise RuntimeError(f"{in_a_row} steps in a row were skipped; the last was {self.last_skip}")
 
     def _gather(self, shard: Shard) -> list[Work]:
-        return gather_from_shards(self.comm, shard)
+        return gather_from_shards(self.comm, shard) if self.stage < 3 else []  # stage 3: before the next forward
 
     def shard_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank, masters included: 12 ceil(P/N), summed over units."""
@@ -274,13 +270,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Masters that are part of the parameters count there. Live bytes count the storages behind the module's own
         tensors too: they equal the logical ones only if nothing is held twice.
         """
-        own_grads = [slot.param.grad for slot in self._slots if slot.param.grad is not None]
-        held = {
-            "parameters": ([unit.data for unit in self.units], [slot.param for slot in self._slots]),
-            "gradients": ([unit.grad for unit in self.units], own_grads),
-            "optimizer": ([tensor for shard in self.shards for tensor in shard.own_tensors()], []),
-        }
-        return {name: (logical_bytes(flat), live_bytes(flat + own)) for name, (flat, own) in held.items()}
+        return held_bytes(self._slots, self.shards)
 
     def layout(self) -> list[dict]:
         """Return which elements [start, end) of each flat unit this rank's state holds; padding is left out."""
@@ -301,5 +291,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         (layout, parameter names, groups, shapes, dtypes), or if the ranks bring different settings or counts.
         """
         zero_state.restore(self, state_dict)
-        for unit, shard in zip(self.units, self.shards, strict=True):
-            self.comm.all_gather(unit.data, shard.params)  # frozen parameters, too
+        for shard in self.shards if self.stage < 3 else ():
+            for work in gather_from_shards(self.comm, shard, everything=True):
+                work.wait()

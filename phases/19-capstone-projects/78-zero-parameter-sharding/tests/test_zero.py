@@ -931,9 +931,9 @@ class TestRefusals(unittest.TestCase):
         for rank in (2, -1):
             self.check(f"rank {rank} of 2", Odd, rank=rank)
 
-    def test_stages_that_do_not_exist_yet(self):
-        for stage in (0, 2, 3, "1", None):
-            self.check("stage must be 1", Odd, stage=stage)
+    def test_there_are_three_stages(self):
+        for stage in (0, 4, "1", None, True):
+            self.check("stage must be 1, 2 or 3", Odd, stage=stage)
 
     def test_nothing_to_train(self):
         self.check("no parameter that requires a gradient", lambda rank: nn.ReLU())

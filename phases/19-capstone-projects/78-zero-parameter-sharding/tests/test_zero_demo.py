@@ -164,7 +164,8 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
     ),
     "a shard of another rank": (
         "shard.py",
-        {"rank * size, (rank + 1) * size": "(world_size - 1 - rank) * size, (world_size - rank) * size"},
+        {"comm.rank * size, (comm.rank + 1) * size": "(comm.world_size - 1 - comm.rank) * size, "
+            "(comm.world_size - comm.rank) * size"},
         "torch's Adam on the same gradients",
     ),
     "gathered twice": (
@@ -178,7 +179,7 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
 def mutant(file: str, changes: dict[str, str]):
     """Return the ZeroOptimizer of code in which one file is changed."""
     modules = {}
-    for name in dict.fromkeys((file, "zero.py")):
+    for name in dict.fromkeys((file, "shard.py", "routes.py", "gradients.py", "zero.py")):  # who imports comes later
         source = (LESSON / "code" / name).read_text()
         modules[name] = types.ModuleType(name[:-3])
         with mock.patch.dict(sys.modules, {each[:-3]: module for each, module in modules.items()}):

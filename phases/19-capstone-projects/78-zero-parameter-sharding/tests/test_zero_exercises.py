@@ -71,18 +71,18 @@ class TestSplit(unittest.TestCase):
             clock, module = Clock(), Odd()
             optimizer = optimizer_for(module, comm)
 
-            def slow(name, seconds):
-                real = getattr(optimizer, name)
+            def slow(owner, name, seconds):
+                real = getattr(owner, name)
 
                 def method(*args):
                     clock.now += seconds
                     return real(*args)
 
-                setattr(optimizer, name, method)
+                setattr(owner, name, method)
 
-            slow("_launch", 4.0)
-            slow("_any_bad", 2.0)
-            slow("_start_round", 1.0)
+            slow(optimizer.gradients, "launch", 4.0)
+            slow(optimizer, "_any_bad", 2.0)
+            slow(optimizer.gradients, "start_round", 1.0)
             real = type(optimizer)._gather
 
             def gather(its, shard):

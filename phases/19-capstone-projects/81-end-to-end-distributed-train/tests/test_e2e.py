@@ -20,6 +20,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import damage
 import e2e_bench
+import shard
 import torch
 import train
 import zero
@@ -273,7 +274,7 @@ class TestTheCommand(unittest.TestCase):
         self.assertEqual(exams, sorted(exams, reverse=True))
         self.assertIn("\nRESUME VERIFIED\n", out)
         self.assertIn("entropy floor of the language: 1.3331", out)
-        self.assertRegex(out, r"(?m)^max +120,320 +120,320 +90,240\nmean +120,320 +120,320 +90,240\npredicted +120,320")
+        self.assertRegex(out, r"(?m)^max +120,320 +120,320 +60,160\nmean +120,320 +120,320 +60,160\npredicted +120,320")
         self.assertEqual(len(re.findall(r"(?m)^ +\d  rank\d\.bin +[\d,]+  [0-9a-f]{16}\.\.\.$", out)), 4)
         for letter in "abcd":
             self.assertRegex(out, rf"(?m)^ok    \({letter}\) ")
@@ -420,13 +421,13 @@ class TestEachClaimCanFail(unittest.TestCase):
             self.assert_noticed(r"^\(b\) all ranks hold bit-identical parameters")
 
     def test_shards_that_keep_the_whole_alive(self):
-        class Unsharded(zero.Shard):
-            def __init__(self, unit, rank, world_size):
-                super().__init__(unit, rank, world_size)
+        class Unsharded(shard.Shard):
+            def __init__(self, unit, *args):
+                super().__init__(unit, *args)
                 self.exp_avg = torch.zeros(unit.padded)[self.start : self.end]  # a view: the rest is held, too
                 self.exp_avg_sq = torch.zeros(unit.padded)[self.start : self.end]
 
-        with mock.patch.object(zero, "Shard", Unsharded):
+        with mock.patch.object(shard, "Shard", Unsharded):
             self.assert_noticed(r"^\(c\) optimizer state is 12 ceil\(P/N\) bytes a rank")
 
     def test_noise_that_is_not_restored(self):

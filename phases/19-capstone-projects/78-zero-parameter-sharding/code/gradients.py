@@ -1,0 +1,118 @@
+"""`Gradients`: brings the gradients of flat units to the shards, and frees what is not needed (stage 2 and above)."""
+
+from collections.abc import Callable
+
+import torch
+from comm import Comm
+from counter import not_finite
+from flat import FlatUnit
+from overlap import Overlap
+from residency import allocate, release
+from routes import reduce_to_shards
+from shard import Shard
+
+
+class Gradients:
+    """When units leave, and the memory they need.
+
+    Stage 1: a unit's flat gradient stays, and a rank's shard of it is a view. Backwards add to it; a step reduces once.
+
+    Stage 2 and above: a unit's flat gradient has memory only from when its gradients are complete until they are
+    reduced, and at most two units have so at a time. Every backward outside `no_sync` reduces all units and adds the
+    means to the shards.
+
+    `begin()` is called before the first unit of a round leaves; `left(number)` when a unit's own gradients are gone.
+    """
+
+    def __init__(self, units: list[FlatUnit], shards: list[Shard], comm: Comm, stage: int, overlap: bool, begin):
+        self.units, self.shards, self.comm, self.begin = units, shards, comm, begin
+        self.freed = stage > 1  # are gradients outside the shard?
+        self.works: list[Callable[[], None]] = []  # launched, not waited for
+        self.launched, self.reduced, self.arrived = 0, False, False
+        at_end = self._backward_ended if self.freed else None
+        self.overlap = Overlap(units, begin, self.launch, at_end) if overlap or self.freed else None
+        self.left: Callable[[int], None] = lambda number: None
+
+    def forget(self) -> None:
+        """Drop all gradients and expect new ones."""
+        self.start_round()
+        for unit in self.units:
+            if self.overlap is None:
+                unit.grad.zero_()
+            elif self.freed:
+                release(unit.memory)
+            for slot, view in zip(unit.slots, unit.views, strict=True):
+                slot.param.grad = view if self.overlap is None and slot.param.requires_grad else None
+
+    def start_round(self) -> None:
+        """Expect the gradients of a new step."""
+        self._settle()  # where a backward was given up
+        self.launched, self.reduced, self.arrived = 0, False, False
+        for shard in self.shards:
+            shard.has_grad = False
+        if self.overlap is not None:
+            self.overlap.reset()
+
+    def reduce(self) -> None:
+        """Give each rank the mean gradient of its shard: launch what has not left, wait for all. Again: do nothing.
+
+        Raises RuntimeError if a gradient has come since that would be lost.
+        """
+        if self.reduced or self.arrived:
+            for slot in (slot for unit in self.units for slot in unit.slots):
+                if slot.param.grad is not None:
+                    raise RuntimeError(f"{slot.name} got a gradient after all were reduced: step or zero_grad first")
+        else:
+            self.begin()
+            for number in range(self.launched, len(self.units)):
+                self.launch(number)
+            self._settle()
+        self.reduced = True
+
+    def _backward_ended(self) -> None:
+        self._settle()
+        self.launched, self.arrived = 0, True
+
+    @torch.no_grad()
+    def launch(self, number: int) -> None:
+        """Put a unit's gradients into its flat memory, zeros where there are none, and start to reduce them."""
+        unit, shard, present = self.units[number], self.shards[number], []
+        if self.freed:
+            self._settle(keep=1)
+            allocate(unit.memory)
+            unit.memory[unit.numel :].zero_()
+        for index, slot in enumerate(unit.slots):
+            if slot.param.grad is None or not slot.param.requires_grad:
+                unit.views[index].zero_()
+            else:
+                present.append(index)
+        unit.take_grads(present)
+        for slot in unit.slots:
+            slot.param.grad = None
+        self.launched += 1
+        reduce = self._reduce_and_free if self.freed else self._reduce_in_place
+        self.works.append(reduce(shard))
+        self.left(number)
+
+    def _reduce_in_place(self, shard: Shard) -> Callable[[], None]:
+        return reduce_to_shards(self.comm, shard, shard.grad).wait
+
+    def _reduce_and_free(self, shard: Shard) -> Callable[[], None]:
+        unit = shard.unit
+        bad = not_finite([unit.grad])  # of this rank's own: after the reduction nobody can tell
+        shard.own_bad = torch.maximum(shard.own_bad, bad) if shard.has_grad else bad
+        out = torch.empty_like(shard.grad) if shard.has_grad else shard.grad
+        work, adds, shard.has_grad = reduce_to_shards(self.comm, shard, out), shard.has_grad, True
+
+        def finish() -> None:
+            work.wait()
+            release(unit.memory)
+            if adds:
+                shard.grad.add_(out)
+
+        return finish
+
+    def _settle(self, keep: int = 0) -> None:
+        """Wait for what was launched, but for the last `keep`."""
+        while len(self.works) > keep:
+            self.works.pop(0)()
