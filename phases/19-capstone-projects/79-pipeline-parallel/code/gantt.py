@@ -56,7 +56,8 @@ def save_gantt(charts: dict[str, dict | list[Slot]], path: Path, forward=1, back
 
     A schedule is simulated with the three times given; a timeline is drawn as it is.
     """
-    figure, axes = _axes([1 + 0.35 * _rows(chart) for chart in charts.values()])
+    figure, axes = _axes([0.6 + 0.35 * _rows(chart) for chart in charts.values()])
+    longest = 0.0
     for axis, (title, chart) in zip(axes, charts.items(), strict=True):
         slots = timeline(chart, forward, backward, weight) if isinstance(chart, dict) else chart
         num_ranks, chunks = 1 + max(slot.rank for slot in slots), _chunks(slots)
@@ -70,8 +71,8 @@ def save_gantt(charts: dict[str, dict | list[Slot]], path: Path, forward=1, back
         name = "stage" if chunks == 1 else "rank"
         axis.set(title=title, yticks=range(num_ranks), yticklabels=[f"{name} {rank}" for rank in range(num_ranks)])
         axis.invert_yaxis()
-        axis.set_xlim(left=0)
-    axes[-1].set_xlabel("time")
+        longest = max(longest, span)
+    axes[-1].set(xlabel="time", xlim=(0, longest))  # of all: they share it
     figure.savefig(path, dpi=100)
     return path
 
@@ -92,9 +93,10 @@ def save_memory(simulations: dict[str, Simulation], path: Path) -> Path:
 def _axes(heights: list[float]):
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    figure = Figure(figsize=(12, sum(heights) + 0.5), layout="constrained")
-    options = {"squeeze": False, "sharex": True, "height_ratios": heights}
-    return figure, figure.subplots(len(heights), **options)[:, 0]
+    height = sum(heights) + 0.8
+    figure = Figure(figsize=(12, height))
+    figure.subplots_adjust(left=0.06, right=0.99, top=1 - 0.4 / height, bottom=0.5 / height, hspace=0.5)
+    return figure, figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
 
 
 def _rows(chart) -> int:

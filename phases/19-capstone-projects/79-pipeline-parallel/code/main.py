@@ -63,7 +63,11 @@ def draw(args, claims: demo.Claims) -> None:
     cycles = {name: max(slot.end for slot in timeline(schedules[name])) for name in ("gpipe", "1f1b")}
     claims.check("GPipe and 1F1B take 2 (M + N - 1) cycles", set(cycles.values()) == {2 * (m + n - 1)}, str(cycles))
     if demo.is_main():
-        simulations = {f"{name}, N = {n}, M = {m}": simulate(schedule) for name, schedule in schedules.items()}
+        simulations = {}
+        for name, schedule in schedules.items():
+            part = 1 / stages_per_rank(name)  # of a rank's layers
+            title = f"{name}, N = {n}, M = {m}: F, and each half of B, take 1"
+            simulations[title] = simulate(schedule, part, part, part, activation=part)
         slots, out = {title: found.slots for title, found in simulations.items()}, demo.out_dir(args)
         demo.say(f"      saved as a picture: {save_gantt(slots, out / 'gantt.png')}")
         demo.say(f"      activations over time: {save_memory(simulations, out / 'memory.png')}")

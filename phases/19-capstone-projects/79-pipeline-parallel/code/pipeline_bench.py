@@ -60,7 +60,7 @@ def bench(args) -> int:
     return claims.verdict("LESSON 79: BENCH")
 
 
-def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15, steps: int = 15, size=None) -> dict:
+def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15, steps: int = 30, size=None) -> dict:
     """Return {schedule: what was found}: `same` (gradients have torch's bits), `times` (our milliseconds a step,
     torch's, ratio, low, high), `bubbles` (simulated, measured), `where`. `size`: (rows of a microbatch, width).
     """

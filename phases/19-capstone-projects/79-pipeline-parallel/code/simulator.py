@@ -121,17 +121,18 @@ def summarise(slots: list[Slot], activation: Sequence[float] | None = None) -> S
     last = "W" if any(slot.compute.kind == "W" for slot in slots) else "B"
     memory = {}
     for rank in ranks:
-        changes = []  # (time, 0 for a release, which goes first, or 1, size)
+        changes = []  # (time, size); a release and a begin at one moment are one step
         for slot in (slot for slot in slots if slot.rank == rank):
             size = 1 if activation is None else activation[slot.compute.stage]
             if slot.compute.kind == "F":
-                changes.append((slot.start, 1, size))
+                changes.append((slot.start, size))
             elif slot.compute.kind == last:
-                changes.append((slot.end, 0, -size))
-        memory[rank], alive = [], 0
-        for time, _, size in sorted(changes):
+                changes.append((slot.end, -size))
+        steps, alive = {}, 0
+        for time, size in sorted(changes):
             alive += size
-            memory[rank].append((time, alive))
+            steps[time] = alive
+        memory[rank] = [*steps.items()]
     return Simulation(slots, end - begin, {r: 1 - busy[r] / (end - begin) for r in ranks}, memory)
 
 

@@ -201,8 +201,8 @@ class TestSimulation(unittest.TestCase):
 
     def test_memory_over_time(self):
         found = simulate(make_orders("1f1b", 2, 3), activation=[10, 1])
-        self.assertEqual(found.memory[1], [(1, 1), (4, 0), (4, 1), (7, 0), (7, 1), (10, 0)])
-        self.assertEqual(found.memory[0], [(0, 10), (1, 20), (6, 10), (6, 20), (9, 10), (12, 0)])
+        self.assertEqual(found.memory[1], [(1, 1), (4, 1), (7, 1), (10, 0)])  # at 4 one goes and one comes
+        self.assertEqual(found.memory[0], [(0, 10), (1, 20), (6, 20), (9, 10), (12, 0)])
 
     def test_peaks_are_those_of_the_proof(self):
         for name in SCHEDULES:
