@@ -56,9 +56,9 @@ def load_shard(src_dir, comm=None, *, into=None, storage: Storage = DISK):
     tensors, other values are replaced, and it is returned: no second copy, and no new memory to be had page by page.
 
     Raises the same CheckpointError on every rank if any rank's file, or the manifest, is not exactly what was saved, or
-    does not fit `into` (names, shapes and dtypes, all differences listed). Until every rank's header and `into` have
-    been found to fit, nothing live has changed; damage among the tensors' own bytes shows only when they have been
-    read, and leaves `into` to be loaded from another checkpoint.
+    does not fit `into` (names, shapes and dtypes, all differences listed). Nothing live changes until every rank's
+    header has been found to fit its `into`. Damage that leaves the header in order shows only when all bytes have been
+    read, and then `into` must be loaded from another checkpoint.
     """
     team = Team.of_comm(comm)
     return _load(src_dir, team, storage, into)[1][team.ranks[0]]
