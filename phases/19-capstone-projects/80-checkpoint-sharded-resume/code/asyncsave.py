@@ -37,12 +37,20 @@ class AsyncSaver:
 
     def __init__(self, comm=None, *, timeout: float = 600.0, crc32: bool = False, storage: Storage = DISK):
         self._start_with(Team.of_comm(_OwnGroup(comm, timeout)), timeout, crc32, storage)
+        self._states_by_rank = lambda state: {self.team.ranks[0]: state}
 
     @classmethod
     def of_one_process(cls, world_size: int, *, timeout=600.0, crc32=False, storage: Storage = DISK) -> "AsyncSaver":
         """Save the states of all ranks from one process: `save` takes a list, as `save_sharded` does."""
         saver = cls.__new__(cls)
         saver._start_with(Team.of_one_process(world_size), timeout, crc32, storage)
+
+        def by_rank(states):
+            if not isinstance(states, list | tuple) or len(states) != world_size:
+                raise CheckpointError(f"state: expected a list of {world_size} states, one a rank")
+            return dict(enumerate(states))
+
+        saver._states_by_rank = by_rank
         return saver
 
     def _start_with(self, team: Team, timeout: float, crc32: bool, storage: Storage) -> None:
@@ -54,9 +62,7 @@ class AsyncSaver:
     def save(self, state, dest_dir, step, *, wall_clock_seconds=0.0) -> None:
         """Wait for the save before this one, copy `state`, and return; what is saved is the state of this moment."""
         self.wait()
-        states = dict(
-            zip(self.team.ranks, [state] if len(self.team.ranks) < self.team.world_size else state, strict=True)
-        )
+        states = self._states_by_rank(state)
         save = Save(dest_dir, step, wall_clock_seconds, self.team, self.storage, self.crc32)
         self._buffers.reuse()
         save.pack(states, keep=self._buffers.copy)

@@ -273,7 +273,7 @@ def rotation(claims: demo.Claims, parent: Path) -> None:
 def main() -> int:
     """Run the lesson; return the exit code."""
     parser = demo.parser("Lesson 80: sharded checkpoints that survive crashes and refuse everything else.")
-    parser.add_argument("--mb", type=demo.positive, default=64, help="megabytes a rank for --bench (default: 64)")
+    parser.add_argument("--mb", type=demo.positive, default=200, help="megabytes a rank for --bench (default: 200)")
     args = demo.parse(parser, lesson=80)
     if under_torchrun():
         parser.error("this lesson starts ranks of its own; torchrun is for 77, 78, 79 and 81")
@@ -287,7 +287,7 @@ def main() -> int:
         resharding(claims, Path(folder) / "resharding", args.backend)
         second_look(claims, Path(folder) / "second_look")
         if args.bench:
-            bench_checkpoint.run(Path(folder), args.mb)
+            bench_checkpoint.run(claims, Path(folder), args.mb)
     return claims.verdict("LESSON 80: what was saved is what loads")
 
 

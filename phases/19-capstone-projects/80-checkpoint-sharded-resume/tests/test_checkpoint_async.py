@@ -140,8 +140,9 @@ class OneProcess(unittest.TestCase):
         for states, step, message in [([{}, {"x": {1}}], 1, "rank 1 failed: x: cannot save"), ([{}, {}], -1, "step:")]:
             with self.assertRaisesRegex(CheckpointError, message):
                 saver.save(states, self.parent / "bad", step)
-        with self.assertRaises(ValueError):
-            saver.save([{}], self.parent / "bad", 1)
+        for states in ([{}], {}, None):
+            with self.assertRaisesRegex(CheckpointError, "state: expected a list of 2 states, one a rank"):
+                saver.save(states, self.parent / "bad", 1)
         self.assertIsNone(saver.wait())
         self.assertFalse((self.parent / "bad").exists())
 
@@ -263,6 +264,12 @@ def leave_early(rank, world_size, parent):
     saver.save(small_states(world_size, 50)[rank], Path(parent) / "step_9", 9)
 
 
+def save_alone(rank, world_size, folder):
+    with AsyncSaver() as saver:
+        saver.save([torch.tensor(4), {"a": 1}], folder, 3)
+    return load_shard(folder)
+
+
 class Processes(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -292,6 +299,11 @@ class Processes(unittest.TestCase):
         )
         self.assertFalse((self.parent / "step_5").exists())
         self.assertEqual(list((self.parent / "step_4").iterdir()), [])
+
+    def test_a_group_of_one_rank(self):
+        with tempfile.TemporaryDirectory() as folder:
+            loaded = run_ranks(save_alone, 1, folder, timeout=DEADLINE)[0]
+            self.assertTrue(same(loaded, [torch.tensor(4), {"a": 1}]))
 
     @unittest.skipUnless(hasattr(signal, "SIGKILL"), "needs SIGKILL")
     def test_a_process_killed_in_the_middle_loses_that_save_only(self):
