@@ -29,6 +29,12 @@ def blocks_of(region: memoryview) -> Iterator[memoryview]:
         yield region[start : start + BLOCK]
 
 
+def place_of(tensor: torch.Tensor) -> tuple:
+    """Return what two tensors have in common if they are the same elements in memory: tied. Their shapes may differ."""
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel(), tensor.is_conj(), tensor.is_neg())
+    return place if tensor.is_contiguous() else (*place, tensor.shape, tensor.stride())
+
+
 def in_place(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor's elements in row-major order: its own memory where that is possible."""
     return bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
@@ -91,13 +97,11 @@ class PackedState:
         if not plain or tensor.is_meta or tensor.is_quantized:
             kind = f"{type(tensor).__name__} of {tensor.layout} and {tensor.dtype} on {tensor.device}"
             raise CheckpointError(f"{path}: cannot save a {kind}: only plain dense tensors")
+        if path in self._numels:
+            raise CheckpointError(f"{path}: two tensors of the state have this path")
         tensor = tensor.detach()
         self._numels[path] = tensor.numel()
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel(), tensor.is_conj(), tensor.is_neg())
-        if not tensor.is_contiguous():
-            place += (tensor.shape, tensor.stride())
-        if tensor.numel() == 0:
-            place = (path,)  # all empty tensors lie at address 0: they are not tied
+        place = place_of(tensor) if tensor.numel() else (path,)  # all empty tensors lie at address 0: not tied
         if place not in self._offsets:
             region = self._keep(tensor)
             self._offsets[place] = self._end

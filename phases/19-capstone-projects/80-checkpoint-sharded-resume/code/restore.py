@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from packed import place_of
 from shardheader import Header
 from strictjson import CheckpointError
 
@@ -30,35 +31,40 @@ class Destination:
     """
 
     def __init__(self, header: Header, live=None):
-        self.live = live
+        self.live, self.flats, self.copies = live, [], []
         if live is None:
             places = {o: torch.empty(numel, dtype=dtype) for o, (dtype, numel) in header.regions.items()}
             self.flats = list(places.values())
-            own = [places[e.offset].view(e.shape) if e.numel else torch.empty(e.shape, dtype=e.dtype)
-                   for e in header.entries]  # fmt: skip
-            self.loaded, self.copies = header.build(own), []
+            self.loaded = header.build(
+                [
+                    places[e.offset].view(e.shape) if e.numel else torch.empty(e.shape, dtype=e.dtype)
+                    for e in header.entries
+                ]
+            )
             return
         self.loaded = header.build([torch.empty(e.shape, dtype=e.dtype, device="meta") for e in header.entries])
         differences = list(_differences(live, self.loaded, ""))
         if differences:
             raise CheckpointError("; ".join(differences))
-        tensors, offsets = dict(tensors_of(live)), {}
-        users: dict[int, list[torch.Tensor]] = {offset: [] for offset in header.regions}
-        for path, entry in header.paths().items():
-            tensor = tensors[path].detach()
-            if entry.numel:
-                first, its_path = offsets.setdefault((tensor.device, tensor.data_ptr()), (entry.offset, path))
-                if first != entry.offset:
-                    raise CheckpointError(f"{its_path} and {path} are one tensor here, two in the checkpoint")
-                users[entry.offset].append(tensor)
-        self.flats, self.copies = [], []
+        users = self._users(header)
         for offset, (dtype, numel) in header.regions.items():
             direct = [t for t in users[offset] if t.is_cpu and t.is_contiguous() and not (t.is_conj() or t.is_neg())]
             flat = direct[0].view(-1) if direct else torch.empty(numel, dtype=dtype)
             self.flats.append(flat)
-            self.copies += [
-                (t, flat) for t in users[offset] if (t.device, t.data_ptr()) != (flat.device, flat.data_ptr())
-            ]
+            self.copies += [(t, flat) for t in users[offset] if place_of(t) != place_of(flat)]
+
+    def _users(self, header: Header) -> dict[int, list[torch.Tensor]]:
+        """Return the live tensors that each region of the file belongs to."""
+        tensors, region_of = dict(tensors_of(self.live)), {}
+        users: dict[int, list[torch.Tensor]] = {offset: [] for offset in header.regions}
+        for path, entry in header.paths().items():
+            tensor = tensors[path].detach()
+            if entry.numel:
+                first, its_path = region_of.setdefault(place_of(tensor), (entry.offset, path))
+                if first != entry.offset:
+                    raise CheckpointError(f"{its_path} and {path} are one tensor here, two in the checkpoint")
+                users[entry.offset].append(tensor)
+        return users
 
     @torch.no_grad()
     def state(self):

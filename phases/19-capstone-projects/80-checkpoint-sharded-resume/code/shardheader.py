@@ -47,7 +47,10 @@ class Header:
 
     def paths(self) -> dict[str, Entry]:
         """Return each tensor by its path in the state, "optimizer/flat/master"."""
-        return dict(_tensors(self.build(self.entries), ""))
+        found = list(_tensors(self.build(self.entries), ""))
+        if len(dict(found)) < len(found):
+            raise CheckpointError("state: two tensors have the same path")
+        return dict(found)
 
 
 def read_header(take: Callable[[int], bytes], shard: Shard, manifest: ShardManifest) -> Header:

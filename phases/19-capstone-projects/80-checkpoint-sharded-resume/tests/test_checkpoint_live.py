@@ -142,6 +142,24 @@ class Live(unittest.TestCase):
         self.assertTrue(messages[0].endswith("rank0.bin: a and b are one tensor here, two in the checkpoint"))
         self.assertTrue(same(one, torch.full((3,), 7.0)))
 
+    def test_views_of_one_memory_that_are_not_tied(self):
+        def views(base):
+            return {"part": base[:3], "all": base, "turned": base.view(2, 3).t(), "bits": base.view(torch.int32)}
+
+        saved, live = views(torch.arange(6.0)), views(torch.zeros(6))
+        save_sharded([saved], self.folder, 10, storage=CrashingStorage())
+        list(self.load([live], world_size=1))
+        self.assertTrue(same(live, saved))
+
+    def test_names_with_slashes_that_could_be_confused(self):
+        state = {"a/b": torch.ones(2), "a": {"c": torch.zeros(2), "": {"b": 3}}}
+        save_sharded([state], self.folder, 10, storage=CrashingStorage())
+        live = {"a/b": torch.zeros(2), "a": {"c": torch.ones(2), "": {"b": 4}}}
+        list(self.load([live], world_size=1))
+        self.assertTrue(same(live, state))
+        with self.assertRaisesRegex(CheckpointError, "a/b: two tensors of the state have this path"):
+            save_sharded([{"a/b": torch.ones(2), "a": {"b": torch.ones(2)}}], self.folder, 10)
+
     def test_tensors_tied_in_the_checkpoint_but_not_here_are_both_filled(self):
         weight = torch.arange(6.0)
         save_sharded([{"a": weight, "b": weight}], self.folder, 10, storage=CrashingStorage())
