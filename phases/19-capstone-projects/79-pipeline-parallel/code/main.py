@@ -19,7 +19,7 @@ from optimum import fastest_span  # the shortest of all schedules
 from pipeline import Pipeline  # the interpreter that runs a schedule
 from pipeline_bench import bench  # side by side with torch.distributed.pipelining, for --bench
 from pipeline_deeper import deeper  # tied weights, checkpointing, balance, two dimensions, for --deeper
-from ranks import RankError, run_ranks  # 76: processes
+from ranks import RankError, run_ranks, under_torchrun  # 76: processes
 from schedule import SCHEDULES, gpipe_schedule, make_orders, make_schedule, stages_per_rank  # schedules as data
 from schedule_check import check_schedule  # the proof that a schedule can run
 from simulator import bubble_formula, bubble_fraction, measure_bubble, simulate, summarise, timeline  # what it costs
@@ -231,8 +231,8 @@ def main() -> int:
     args, claims = demo.parse(parser, lesson=79), demo.Claims()
     if args.world_size > len(SIZES) - 1:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
-    if args.deeper and args.backend != "gloo":
-        parser.error("--deeper runs on CPU ranks: leave --backend nccl out")
+    if args.deeper and (args.backend != "gloo" or under_torchrun()):
+        parser.error("--deeper starts its own CPU ranks: leave --backend nccl and torchrun out")
     for chosen, other in ((args.bench, bench), (args.deeper, deeper)):
         if chosen:
             return other(args)
