@@ -56,22 +56,25 @@ def save_gantt(charts: dict[str, dict | list[Slot]], path: Path, forward=1, back
 
     A schedule is simulated with the three times given; a timeline is drawn as it is.
     """
-    figure, axes = _axes([0.6 + 0.35 * _rows(chart) for chart in charts.values()])
-    longest = 0.0
-    for axis, (title, chart) in zip(axes, charts.items(), strict=True):
-        slots = timeline(chart, forward, backward, weight) if isinstance(chart, dict) else chart
-        num_ranks, chunks = 1 + max(slot.rank for slot in slots), _chunks(slots)
-        span = max(slot.end for slot in slots)
+    drawn = {
+        title: timeline(chart, forward, backward, weight) if isinstance(chart, dict) else chart
+        for title, chart in charts.items()
+    }
+    ranks = {title: 1 + max(slot.rank for slot in slots) for title, slots in drawn.items()}
+    longest = max(slot.end for slots in drawn.values() for slot in slots)
+    figure, axes = _axes([0.6 + 0.35 * count for count in ranks.values()])
+    for axis, (title, slots) in zip(axes, drawn.items(), strict=True):
+        chunks = _chunks(slots)
         for slot in slots:
             length, colour = slot.end - slot.start, COLOURS[slot.compute.kind]
             axis.broken_barh([(slot.start, length)], (slot.rank - 0.4, 0.8), color=colour, edgecolor="white")
-            if length > span / 80:
-                text = cell_text(slot.compute, num_ranks, chunks)
+            text = cell_text(slot.compute, ranks[title], chunks)
+            if length > len(text) * longest / 200:  # else it would cover its neighbours
                 axis.text(slot.start + length / 2, slot.rank, text, ha="center", va="center", fontsize=7)
         name = "stage" if chunks == 1 else "rank"
-        axis.set(title=title, yticks=range(num_ranks), yticklabels=[f"{name} {rank}" for rank in range(num_ranks)])
+        labels = [f"{name} {rank}" for rank in range(ranks[title])]
+        axis.set(title=title, yticks=range(ranks[title]), yticklabels=labels)
         axis.invert_yaxis()
-        longest = max(longest, span)
     axes[-1].set(xlabel="time", xlim=(0, longest))  # of all: they share it
     figure.savefig(path, dpi=100)
     return path
@@ -97,10 +100,6 @@ def _axes(heights: list[float]):
     figure = Figure(figsize=(12, height))
     figure.subplots_adjust(left=0.06, right=0.99, top=1 - 0.4 / height, bottom=0.5 / height, hspace=0.5)
     return figure, figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-
-
-def _rows(chart) -> int:
-    return len(chart) if isinstance(chart, dict) else 1 + max(slot.rank for slot in chart)
 
 
 def _chunks(slots: list[Slot]) -> int:
