@@ -37,6 +37,7 @@ class Beside:
     """`with Beside(work): ...` runs `work()` in a thread beside the block; leaving it waits, and raises its error.
 
     Not an executor: an asynchronous save may have to end while the interpreter does, and executors have closed by then.
+    From Python 3.12 on no new thread starts then, either; the work is done first.
     """
 
     def __init__(self, work: Callable[[], object]):
@@ -50,10 +51,14 @@ class Beside:
             self.errors.append(error)
 
     def __enter__(self):
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:
+            self._run()
 
     def __exit__(self, *_):
-        self.thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         if self.errors:
             raise self.errors[0]
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
@@ -196,6 +197,17 @@ class Exit(unittest.TestCase):
             done = self.run_script(Path(parent) / "step_7")
             self.assertEqual((done.returncode, done.stderr), (0, ""))
             self.assertTrue(same(load_sharded(Path(parent) / "step_7", 1)[1][0], {"w": torch.arange(500_000.0)}))
+
+    def test_where_no_new_thread_can_start_any_more(self):
+        """Python 3.12 refuses it from the moment at which the interpreter begins to end."""
+        refusal = RuntimeError("can't create new thread at interpreter shutdown")
+        with tempfile.TemporaryDirectory() as parent, mock.patch("threading.Thread.start", side_effect=refusal):
+            disk = CrashingStorage()
+            save_sharded(small_states(2), Path(parent) / "step_5", 5, storage=disk)
+            self.assertIn("fsync rank1.bin", disk.log)
+            self.assertTrue(same(load_sharded(Path(parent) / "step_5", 2)[1], small_states(2)))
+            with self.assertRaises(Crash):
+                save_sharded(small_states(2), Path(parent) / "step_6", 6, storage=CrashingStorage(6))
 
     def test_an_error_that_nobody_asked_for_is_printed(self):
         with tempfile.NamedTemporaryFile() as file:
