@@ -13,8 +13,8 @@ from torch import nn
 class Gathering:
     """Gathers parameters before a block's forward and backward, the next block's meanwhile, and frees them after.
 
-    `blocks` are in forward order, the root last: its units are there from its forward to the end of backward. The last
-    block stays, too, from its forward to its backward. All ranks must run the same blocks in the same order.
+    `blocks` are in forward order, the root last: its units are there from its forward to the end of backward. So a step
+    gathers a block's units twice, the root's once. All ranks must run the same blocks in the same order.
     """
 
     def __init__(self, blocks: list[Block], module: nn.Module, units: list[FlatUnit], shards: list[Shard], comm: Comm):
@@ -92,9 +92,8 @@ class Gathering:
         for tensor in _tensors(out):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._begin_backward(place))
-        if not torch.is_grad_enabled() or place < len(self.inner) - 1:
-            for number in self.inner[place].units:
-                self.free(number)
+        for number in self.inner[place].units:
+            self.free(number)
 
     def _begin_backward(self, place: int) -> None:
         if not self.in_backward:

@@ -15,18 +15,19 @@ from shard import Shard
 class Gradients:
     """When units leave, and the memory they need.
 
-    Stage 1: a unit's flat gradient stays, and a rank's shard of it is a view. Backwards add to it; a step reduces once.
+    Stage 1: a rank's shard is a view of a unit's flat gradient. Backwards add to it; a step reduces once. With
+    `overlap` a flat gradient has memory only from backward to the end of the step.
 
-    Stage 2 and above: a unit's flat gradient has memory only from when its gradients are complete until they are
-    reduced, and at most two units have so at a time. Every backward outside `no_sync` reduces all units and adds the
-    means to the shards.
+    Stage 2 and above: only from when its gradients are complete until they are reduced, and at most two units have so
+    at a time. Every backward outside `no_sync` reduces all units and adds the means to the shards.
 
     `begin()` is called before the first unit of a round leaves; `left(number)` when a unit's own gradients are gone.
     """
 
     def __init__(self, units: list[FlatUnit], shards: list[Shard], comm: Comm, stage: int, overlap: bool, begin):
         self.units, self.shards, self.comm, self.begin = units, shards, comm, begin
-        self.freed = stage > 1  # are gradients outside the shard?
+        self.freed = stage > 1  # are gradients outside the shard, when they are reduced?
+        self.fleeting = overlap or self.freed  # has a flat gradient memory only from backward to the end of a step?
         self.works: list[Callable[[], None]] = []  # launched, not waited for
         self.launched, self.reduced, self.arrived = 0, False, False
         at_end = self._backward_ended if self.freed else None
@@ -39,10 +40,17 @@ class Gradients:
         for unit in self.units:
             if self.overlap is None:
                 unit.grad.zero_()
-            elif self.freed:
-                release(unit.memory)
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 slot.param.grad = view if self.overlap is None and slot.param.requires_grad else None
+
+        self.free()
+
+    def free(self) -> None:
+        """Give back the memory of gradients that were used, or are not wanted."""
+        if self.fleeting:
+            for shard in self.shards:
+                release(shard.unit.memory)
+                release(shard.grad)
 
     def start_round(self) -> None:
         """Expect the gradients of a new step."""
@@ -79,6 +87,7 @@ class Gradients:
         unit, shard, present = self.units[number], self.shards[number], []
         if self.freed:
             self._settle(keep=1)
+        if self.fleeting:
             allocate(unit.memory)
             unit.memory[unit.numel :].zero_()
         for index, slot in enumerate(unit.slots):
@@ -101,6 +110,7 @@ class Gradients:
         unit = shard.unit
         bad = not_finite([unit.grad])  # of this rank's own: after the reduction nobody can tell
         shard.own_bad = torch.maximum(shard.own_bad, bad) if shard.has_grad else bad
+        allocate(shard.grad)
         out = torch.empty_like(shard.grad) if shard.has_grad else shard.grad
         work, adds, shard.has_grad = reduce_to_shards(self.comm, shard, out), shard.has_grad, True
 

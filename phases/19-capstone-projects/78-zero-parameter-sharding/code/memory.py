@@ -77,7 +77,8 @@ def held_bytes(slots: list, shards: list) -> dict[str, tuple[int, int]]:
     """Return (logical, live) bytes of parameters, gradients and optimizer state that a `ZeroOptimizer` holds now.
 
     Logical is what the stage says: whole flat units or shards, padding included. Live are all storages: of units, of
-    shards, and behind the module's own tensors. (A parameter that is not there, in stage 3, has none.)
+    shards, and behind the module's own tensors; none of what is not there now. In stage 3 the masters are what there is
+    of the parameters.
     """
     units = [shard.unit for shard in shards]
     params = [slot.param for slot in slots if not is_absent(slot.param)]

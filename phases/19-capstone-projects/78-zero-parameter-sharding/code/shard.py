@@ -15,8 +15,8 @@ class Shard:
     Parameters of a wider dtype (float64) have their state in that dtype. Where the dtypes are the same, the master is
     no copy: it is this part of the parameters.
 
-    `params` and `grad` are views of the unit's; from stage 2 on, `grad` has memory of its own, in stage 3 `params` too,
-    since the unit's will be freed.
+    `params` and `grad` are views of the unit's. From stage 2 on, `grad` has memory of its own. In stage 3 the master is
+    all that there is of the parameters while they are not gathered: `params` is the master, also if they are bf16.
     """
 
     def __init__(self, unit: FlatUnit, comm: Comm, stage: int = 1):
@@ -25,10 +25,10 @@ class Shard:
         self.params, self.grad = unit.data[self.start : self.end], unit.grad[self.start : self.end]  # views
         self.has_grad, self.own_bad = False, None  # from stage 2 on: what has arrived in this step, and was it finite
         if stage >= 2:
-            self.grad = comm.empty(size, unit.dtype).zero_()
+            self.grad = torch.empty_like(self.grad)
+        self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32), copy=stage >= 3)
         if stage >= 3:
-            self.params = comm.empty(size, unit.dtype).copy_(self.params)
-        self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32))
+            self.params = self.master
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.live: list[tuple[int, int]] = []
         self.ranges: list[tuple[int, int, int]] = []
@@ -57,9 +57,7 @@ class Shard:
     def refresh_master(self, part: slice = slice(None)) -> None:
         """Follow what was written into the parameters; where they are still the master, rounded, it keeps its bits."""
         if self.master is not self.params:
-            master, params = self.master[part], self.params[part]
-            unchanged = params == master.to(params.dtype)
-            torch.where(unchanged, master, params, out=master)
+            adopt(self.params[part], self.master[part])
 
     def update(self, settings: list[AdamSettings], counter: StepCounter, fused: bool) -> None:
         """Adam on the master, block by block; then the parameters take its values, rounded to their dtype."""
@@ -86,10 +84,16 @@ class Shard:
                 self.params[block].copy_(self.master[block])
 
 
-def build_units(plan: list[list], comm: Comm, stage: int) -> tuple[list[FlatUnit], list[Shard]]:
+def adopt(written: torch.Tensor, master: torch.Tensor) -> None:
+    """Make `master` what was written; where that is still the master, rounded, it keeps its bits."""
+    unchanged = written == master.to(written.dtype)
+    torch.where(unchanged, master, written, out=master)
+
+
+def build_units(plan: list[list], comm: Comm, stage: int, overlap: bool) -> tuple[list[FlatUnit], list[Shard]]:
     """Return flat units for lists of (name, parameter), whose memory the parameters move into, and this rank's shards.
 
-    What a stage frees is made with torch.empty: memory from `comm.empty` stays.
+    What is freed now and then is made with torch.empty: memory from `comm.empty` stays.
     """
 
     def fleeting(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +101,7 @@ def build_units(plan: list[list], comm: Comm, stage: int) -> tuple[list[FlatUnit
 
     units, shards = [], []
     for named in plan:
-        unit = FlatUnit(named, comm, multiple=comm.world_size, empty=fleeting if stage >= 2 else None)
+        unit = FlatUnit(named, comm, multiple=comm.world_size, empty=fleeting if overlap or stage >= 2 else None)
         unit.own_parameters(fleeting if stage >= 3 else comm.empty)
         shards.append(Shard(unit, comm, stage))
         units.append(unit)

@@ -21,7 +21,7 @@ from memory import check_whole, held_bytes, logical_bytes
 from mesh import must_agree
 from overlap import cap_bytes
 from routes import gather_from_shards
-from shard import Shard, build_units
+from shard import Shard, adopt, build_units
 from torch import nn
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         must_agree(comm, "the optimizer", facts)
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
-        self.stage, (self.units, self.shards) = stage, build_units(plan, self.comm, stage)
+        self.stage, (self.units, self.shards) = stage, build_units(plan, self.comm, stage, overlap)
         self.fused = comm.device.type == "cuda" if fused is None else bool(fused)
         self.counter, self.max_skipped, self.last_skip = StepCounter(comm.device), max_skipped, None
         self._lazy, self._calls = self.fused and comm.device.type == "cuda", 0
@@ -156,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             if self.gathering is not None:
                 for shard in self.shards:
-                    shard.params.copy_(shard.unit.data[shard.start : shard.end])
+                    adopt(shard.unit.data[shard.start : shard.end], shard.master)
                 self.gathering.free_all()
 
     @torch.no_grad()
@@ -239,6 +239,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 work.wait()
         if not self._lazy or self._calls % self.max_skipped == 0:
             self._report_skips()
+        self.gradients.free()
         return loss
 
     def _any_bad(self) -> torch.Tensor:

@@ -133,7 +133,7 @@ class TestDemo(unittest.TestCase):
         self.assertIn("drop: 45.0%", self.runs[4].stdout)
 
 
-GATHER = "comm.all_gather(unit.data, shard.params, async_op=True)"
+GATHER = "comm.all_gather(unit.data, mine, async_op=True)"
 MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim that must fail
     "sum instead of mean": (
         "routes.py",
