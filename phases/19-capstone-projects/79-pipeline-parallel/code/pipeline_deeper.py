@@ -212,12 +212,12 @@ def grid_worker(rank: int, world_size: int, name: str, batch: int, microbatches:
     return {"losses": losses, "replica": data.rank, "launched": launched, "calls": calls, "parameters": parameters}
 
 
-def check_grid(claims: demo.Claims, backend: str = "gloo", batch: int = 3, microbatches: int = 4) -> None:
+def check_grid(claims: demo.Claims, batch: int = 3, microbatches: int = 4) -> None:
     """Claim: 2 pipelines of 2 ranks train as one process does on all rows; a stage's gradients leave when complete."""
     _, _, alone = train_one_process(STEPS, batch, 2 * microbatches)
     rows, good, early = [], True, True
     for name in SCHEDULES:
-        found = run_ranks(grid_worker, 4, name, batch, microbatches, backend=backend)
+        found = run_ranks(grid_worker, 4, name, batch, microbatches)
         off = 0.0
         for rank in found:
             flat = [p for stage in sorted(rank["parameters"]) for p in rank["parameters"][stage]]
