@@ -36,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
     test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
     test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
+    add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
+    writing = add("catalog", write_catalog, "write catalog.json from the lessons")
+    writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
     saved = add(
         "checkpoint", checkpoint, "look at a checkpoint of lesson 80, check it, convert it to or from safetensors"
     )
@@ -47,9 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
     saved.add_argument(
         "--step", type=int, metavar="N", help="convert: the step, for files that do not say (default: 0)"
     )
-    add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
-    writing = add("catalog", write_catalog, "write catalog.json from the lessons")
-    writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
     return parser
 
 
