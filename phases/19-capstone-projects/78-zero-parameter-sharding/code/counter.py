@@ -2,6 +2,7 @@
 
 import torch
 from comm import Comm
+from finite import is_finite
 
 
 class StepCounter:
@@ -44,18 +45,20 @@ class StepCounter:
 
 
 def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return (1,): 1 if any element is NaN or infinite. One pass: the largest |x| is NaN if any element is."""
-    largest = torch.stack(torch._foreach_norm(tensors, float("inf")))
-    return (~torch.isfinite(largest)).any().float().reshape(1)
+    """Return (1,): 1 if any element is NaN or infinite. One pass; on a GPU with few kernels for many tensors."""
+    if tensors[0].is_cpu:
+        good = torch.stack([is_finite(tensor) for tensor in tensors]).all()
+    else:
+        good = torch.isfinite(torch.stack(torch._foreach_norm(tensors, float("inf")))).all()  # NaN if any element is
+    return (~good).float().reshape(1)
 
 
 def blame(comm: Comm, shards: list) -> str:
     """Say whose gradient is not finite. All ranks call it."""
-    if shards[0].stage >= 2:  # each rank has looked at its own
-        bad = comm.agree(any(bool(shard.own_bad) for shard in shards if shard.own_bad is not None))
-        guilty = {rank for rank, own in enumerate(bad) if own}
-    else:
-        guilty = _guilty(comm, [shard.unit.grad for shard in shards])
+    bad = comm.agree(any(bool(shard.own_bad) for shard in shards if shard.own_bad is not None))
+    guilty = {rank for rank, own in enumerate(bad) if own}
+    if not guilty and (kept := [shard.unit.grad for shard in shards if shard.own_bad is None]):
+        guilty = _guilty(comm, kept)
     if not guilty:
         return "the sum of finite gradients is not finite"
     return f"the gradient of rank {', '.join(map(str, sorted(guilty)))} is not finite"

@@ -8,7 +8,7 @@ from counter import not_finite
 from flat import FlatUnit
 from overlap import Overlap
 from residency import allocate, release
-from routes import reduce_to_shards
+from routes import goes_whole, reduce_to_shards
 from shard import Shard
 
 
@@ -104,6 +104,7 @@ class Gradients:
         self.left(number)
 
     def _reduce_in_place(self, shard: Shard) -> Callable[[], None]:
+        shard.own_bad = None if goes_whole(self.comm, shard) else not_finite([shard.unit.grad])
         return reduce_to_shards(self.comm, shard, shard.grad).wait
 
     def _reduce_and_free(self, shard: Shard) -> Callable[[], None]:

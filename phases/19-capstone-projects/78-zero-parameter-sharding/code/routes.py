@@ -12,7 +12,7 @@ from comm import Comm, TorchComm, Work
 from flat import FlatUnit
 from shard import Shard
 
-PIECE = 1 << 22  # bytes
+LARGE = 1 << 22  # bytes
 
 
 def goes_whole(comm: Comm, shard: Shard) -> bool:
@@ -20,46 +20,35 @@ def goes_whole(comm: Comm, shard: Shard) -> bool:
 
     Not if a part of it is frozen: both need equal chunks for all ranks, which are those of the whole unit.
     """
-    return shard.live == [(0, shard.unit.numel)] and not by_pieces(comm, shard.unit)
+    return shard.live == [(0, shard.unit.numel)] and not by_ranges(comm, shard.unit)
 
 
-def by_pieces(comm: Comm, unit: FlatUnit) -> bool:
-    """Return whether a unit goes faster in pieces: over gloo, if it is larger than one.
+def by_ranges(comm: Comm, unit: FlatUnit) -> bool:
+    """Return whether a unit goes faster another way: over gloo, if it is large.
 
-    Measured with 2 and 4 ranks on one machine, gloo's all-reduces of 4 MB take from the time of its reduce-scatter
-    (which first copies all of its input) down to half of it, and a broadcast from each rank a half of its all-gather.
+    Measured with 2 and 4 ranks on one machine, gloo's all-reduce takes from the time of its reduce-scatter (which first
+    copies all of its input) down to half of it, and a broadcast from each rank a half of its all-gather.
     """
     over_gloo = isinstance(comm, TorchComm) and comm.device.type == "cpu"
-    return over_gloo and unit.padded * unit.data.element_size() > PIECE
+    return over_gloo and unit.padded * unit.data.element_size() > LARGE
 
 
 def reduce_to_shards(comm: Comm, shard: Shard, out: torch.Tensor) -> Work:
-    """Make `out` (as long as the shard) the mean over ranks, after `wait()`.
+    """Make `out` (as long as the shard; it may be the shard's part of `unit.grad`) the mean over ranks, after `wait()`.
 
-    `out` may be the shard's part of `unit.grad`; the rest of that keeps this rank's own gradient.
+    Where the unit goes whole, the rest of `unit.grad` keeps this rank's own gradient.
     """
     unit = shard.unit
     if goes_whole(comm, shard):
         return comm.reduce_scatter(out, unit.grad, op="avg", async_op=True)
-    if shard.live != [(0, unit.numel)]:
-        plain.fill(out, unit.grad[shard.start : shard.end])  # zeros, where nothing will come
-    step, on_the_way = PIECE // unit.grad.element_size(), None
-    pieces = [(a, min(a + step, end)) for start, end in shard.live for a in range(start, end, step)]
-    for start, end in pieces:
-        mean = unit.grad[start:end].clone()
-        work = comm.all_reduce(mean, op="avg", async_op=True)
-        _take(on_the_way, shard, out)  # while this piece travels
-        on_the_way = work, mean, start, end
-    return Work("all_reduce", lambda: _take(on_the_way, shard, out))
+    works = [comm.all_reduce(unit.grad[start:end], async_op=True) for start, end in shard.live]
 
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        torch.div(unit.grad[shard.start : shard.end], comm.world_size, out=out)  # zeros, where nothing has come
 
-def _take(arriving, shard: Shard, out: torch.Tensor) -> None:
-    if arriving is not None:
-        work, mean, start, end = arriving
-        work.wait()
-        a, b = max(start, shard.start), min(end, shard.end)
-        if a < b:
-            out[a - shard.start : b - shard.start] = mean[a - start : b - start]
+    return Work("all_reduce", finish)
 
 
 def gather_from_shards(comm: Comm, shard: Shard, everything: bool = False) -> list[Work]:
@@ -70,7 +59,7 @@ def gather_from_shards(comm: Comm, shard: Shard, everything: bool = False) -> li
     unit, ranges = shard.unit, [(0, shard.unit.numel)] if everything else shard.live
     mine = unit.data[shard.start : shard.end]
     plain.fill(mine, shard.params)  # in stage 3 they lie elsewhere
-    if ranges == [(0, unit.numel)] and not by_pieces(comm, unit):
+    if ranges == [(0, unit.numel)] and not by_ranges(comm, unit):
         return [comm.all_gather(unit.data, mine, async_op=True)]
     size, works = shard.end - shard.start, []
     for owner, (start, end) in itertools.product(range(comm.world_size), ranges):

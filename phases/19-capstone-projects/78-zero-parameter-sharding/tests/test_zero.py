@@ -200,9 +200,9 @@ class TestBesideTorch(unittest.TestCase):
                 self.assertFalse(torch.equal(ours[0], ours[1]))
 
 
-def in_pieces(rank, world_size, size):
-    """Train over gloo with units that are larger than a piece; then rank 1 has a NaN."""
-    with mock.patch.object(routes, "PIECE", size):
+def as_large(rank, world_size, size):
+    """Train over gloo with units that count as large; then rank 1 has a NaN."""
+    with mock.patch.object(routes, "LARGE", size):
         module, comm = Odd(), TorchComm()
         log = train_odd(comm, {})
         optimizer = optimizer_for(module, comm)
@@ -229,9 +229,9 @@ class TestOverGloo(unittest.TestCase):
     def setUpClass(cls):
         cls.logs = run_ranks(over_gloo, 3, timeout=60)
 
-    def test_large_units_go_in_pieces(self):
-        """A piece of 48 bytes makes 46 elements a large unit: four all-reduces of gradients and one of the flag."""
-        logs = run_ranks(in_pieces, 3, 48, timeout=60)
+    def test_large_units_go_with_an_all_reduce_and_broadcasts(self):
+        """46 elements are a large unit, if 48 bytes are: an all-reduce of gradients, one of the flag."""
+        logs = run_ranks(as_large, 3, 48, timeout=60)
         theirs = TorchAdam(logs[0]["params"][0])
         for step in range(STEPS):
             mean, bound = mean_and_bound([log["own"][step] for log in logs])
@@ -240,7 +240,7 @@ class TestOverGloo(unittest.TestCase):
             self.assertTrue(torch.equal(theirs.step(ours), logs[0]["params"][step + 1]))
         for log in logs:
             self.assertTrue(same(log["params"], logs[0]["params"]))
-            calls, sent = {"all_reduce": 4 + 1, "broadcast": 3}, {"all_reduce": 4 * 46 + 4, "broadcast": 4 * 46}
+            calls, sent = {"all_reduce": 2, "broadcast": 3}, {"all_reduce": 4 * 46 + 4, "broadcast": 4 * 46}
             self.assertEqual(log["costs"], [(calls, sent, 0)] * STEPS)
             self.assertEqual(log["skipped"], "step 6: the gradient of rank 1 is not finite")
 
