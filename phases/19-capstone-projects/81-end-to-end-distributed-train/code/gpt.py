@@ -16,11 +16,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
-        batch, seq, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        batch, seq, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # (batch, heads, seq, head dim)
-        return self.out(x.transpose(1, 2).reshape(batch, seq, dim))
+        return self.out(x.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Block(nn.Module):
@@ -40,12 +40,13 @@ class Block(nn.Module):
 
 
 class MiniGPT(nn.Module):
-    """Token and position embeddings, blocks, a final norm and an untied head. Deterministic for a seed.
+    """Token and position embeddings, blocks, a final norm and a head. Deterministic for a seed.
 
-    Raises ValueError for a size below 1, or if `heads` does not divide `dim`.
+    `tied`: the head's matrix is the token embedding, one parameter. Raises ValueError for a size below 1, or if `heads`
+    does not divide `dim`.
     """
 
-    def __init__(self, vocab=64, dim=32, heads=4, blocks=2, seq=16, dropout=0.0, seed=7):
+    def __init__(self, vocab=64, dim=32, heads=4, blocks=2, seq=16, dropout=0.0, seed=7, tied=False):
         super().__init__()
         for name, size in (("vocab", vocab), ("dim", dim), ("heads", heads), ("blocks", blocks), ("seq", seq)):
             if size < 1:
@@ -64,6 +65,8 @@ class MiniGPT(nn.Module):
                     nn.init.normal_(module.weight, std=0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) of token ids -> logits (batch, seq, vocab). Raises ValueError for any other shape."""
