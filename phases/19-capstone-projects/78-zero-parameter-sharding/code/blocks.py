@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from residency import is_absent
 from torch import nn
 
 
@@ -13,13 +14,32 @@ class Block:
     units: tuple[int, ...]
 
 
+def check_stage(stage: int, bucket_cap_mb: float | None, blocks: list | None, module: nn.Module) -> None:
+    """Raise ValueError for a stage that there is not, an option of another stage, or a module that is sharded now."""
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
+    if stage > 1 and bucket_cap_mb is not None:
+        raise ValueError(f"stage {stage} has a unit for each of its blocks: bucket_cap_mb is for stage 1")
+    if stage == 1 and blocks is not None:
+        raise ValueError("stage 1 has no blocks: give bucket_cap_mb, or stage=2 or 3")
+    for name, param in module.named_parameters():
+        if is_absent(param):
+            raise ValueError(f"{name} is not there: the module is sharded by another optimizer, of stage 3")
+
+
 def default_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of every `nn.Sequential` or `nn.ModuleList` in a module that lies in no other such list."""
-    found = []
+    """Return the members of every `nn.Sequential` or `nn.ModuleList` in a module that lies in no other block.
+
+    A member that is itself a list of modules and is never called gives its members in its place.
+    """
+    found, is_list = [], isinstance(module, nn.Sequential | nn.ModuleList)
     for child in module.children():
-        is_list = isinstance(child, nn.Sequential | nn.ModuleList)
-        found += child.children() if is_list else default_blocks(child)
-    return list(module.children()) if isinstance(module, nn.Sequential | nn.ModuleList) else found
+        found += [child] if is_list and _is_called(child) else default_blocks(child)
+    return list(dict.fromkeys(found))
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def plan_blocks(module: nn.Module, named: list, blocks: list[nn.Module] | None) -> tuple[list[list], list[Block]]:
@@ -27,8 +47,10 @@ def plan_blocks(module: nn.Module, named: list, blocks: list[nn.Module] | None) 
 
     `named` are the parameters that are trained. Units come in the order in which backward finishes them: the last
     block's first, the root's last. A parameter of two blocks (a tied one) belongs to the root. Raises ValueError for a
-    block that is not inside the module, or inside another block.
+    block that is not inside the module, is never called, or lies inside another block.
     """
+    if not isinstance(blocks, list | tuple | nn.ModuleList | type(None)):
+        raise ValueError(f"blocks must be a list of modules, got {blocks!r:.100}")
     blocks = default_blocks(module) if blocks is None else list(blocks)
     _check_blocks(module, blocks)
     owners: dict = {}
@@ -54,6 +76,8 @@ def _check_blocks(module: nn.Module, blocks: list) -> None:
     for index, block in enumerate(blocks):
         if not isinstance(block, nn.Module) or block not in inside or block is module:
             raise ValueError(f"blocks[{index}] is no part of {type(module).__name__}: {block!r:.100}")
+        if not _is_called(block):
+            raise ValueError(f"blocks[{index}] is a {type(block).__name__}: it has no forward before which to gather")
         for other in blocks[:index]:
             if block in set(other.modules()) or other in set(block.modules()):
                 raise ValueError(f"blocks[{index}] and an earlier block are one inside the other")

@@ -1,13 +1,25 @@
 """`Gathering`: stage 3. A block's parameters are there while it computes, and the next block's are on their way."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from blocks import Block
 from comm import Comm, Work
 from flat import FlatUnit
-from residency import absent, allocate, is_absent, release
+from gradients import Gradients
+from residency import allocate, is_absent, make_absent, release
 from routes import gather_from_shards
-from shard import Shard
+from shard import Shard, adopt
 from torch import nn
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of the block at this place; backward comes to it once."""
+
+    place: int
 
 
 class Gathering:
@@ -15,19 +27,28 @@ class Gathering:
 
     `blocks` are in forward order, the root last: its units are there from its forward to the end of backward. So a step
     gathers a block's units twice, the root's once. All ranks must run the same blocks in the same order.
+
+    When backward goes from one block to another, the first is over: its parameters are freed and its gradients leave.
+    Not earlier, when its last gradient comes: a rank may have none, and all must communicate in one order.
     """
 
-    def __init__(self, blocks: list[Block], module: nn.Module, units: list[FlatUnit], shards: list[Shard], comm: Comm):
+    def __init__(
+        self, blocks: list[Block], module: nn.Module, units: list[FlatUnit], shards: list[Shard], comm: Comm, gradients
+    ):
         self.units, self.shards, self.comm = units, shards, comm
+        self.gradients: Gradients = gradients
         self.inner = [block for block in blocks if block.module is not module]
         self.root = [number for block in blocks if block.module is module for number in block.units]
         self.coming: dict[int, list[Work]] = {}
-        self.here, self.in_backward = set(range(len(units))), False
+        self.here, self.in_backward, self.open = set(range(len(units))), False, False
+        self.trail: list[Call] = []  # forwards that backward has not come to yet
+        self.began: list[Call] = []  # to these this backward has come
+        self.at_work: list[int] = []  # places of blocks that are not over
         module.register_forward_pre_hook(lambda *_: self._begin_forward())
         for place, block in enumerate(self.inner):
-            block.module.register_forward_pre_hook(lambda *_, place=place: self._need(place, place + 1))
+            block.module.register_forward_pre_hook(lambda *_, place=place: self._enter(place))
             block.module.register_forward_hook(lambda _m, _i, out, place=place: self._leave(place, out))
-        module.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.free_all())
+        module.register_forward_hook(lambda _m, _i, out: self._end_forward(out))
         self.free_all()
 
     def ask(self, number: int) -> None:
@@ -39,7 +60,7 @@ class Gathering:
                 self.coming[number] = gather_from_shards(self.comm, shard, everything=True)
 
     def take(self, number: int) -> None:
-        """Have a unit's parameters there. Raises ValueError if one was replaced meanwhile: it would be lost."""
+        """Have a unit's parameters there. Raises ValueError if one was written meanwhile: it would be lost."""
         if number in self.here:
             return
         self.ask(number)
@@ -47,64 +68,146 @@ class Gathering:
             work.wait()
         for slot, view in zip(self.units[number].slots, self.units[number].data_views, strict=True):
             if not is_absent(slot.param):
-                raise ValueError(f"{slot.name} was replaced while it was not gathered: write it inside gathered()")
+                raise ValueError(f"{slot.name} was written while it was not gathered: write it inside gathered()")
             slot.param.data = view
         self.here.add(number)
 
     def free(self, number: int) -> None:
         """Free a unit's parameters: every element is NaN until they are gathered again."""
+        if self.open:
+            return
         for work in self.coming.pop(number, ()):
             work.wait()
         if number in self.here:
             for slot in self.units[number].slots:
-                slot.param.data = absent(slot.param)
+                make_absent(slot.param)
             self.here.remove(number)
         release(self.units[number].data)
 
     def free_all(self) -> None:
-        """Free all units: after backward, after a forward without gradients, before parameters change."""
-        self.in_backward = False
+        """Free all units."""
         for number in range(len(self.units)):
             self.free(number)
 
-    def unit_left(self, number: int) -> None:
-        """Free a unit whose gradients are all there. One with frozen parameters may yet be needed: it stays."""
-        if all(slot.param.requires_grad for slot in self.units[number].slots):
-            self.free(number)
+    def reset(self) -> None:
+        """Free all, and forget forwards and backwards that were given up: parameters are about to change."""
+        if self.open:
+            raise RuntimeError("parameters cannot change inside gathered(): leave it first")
+        self.in_backward = False
+        for things in (self.trail, self.began, self.at_work):
+            things.clear()
+        self.free_all()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, all parameters are there and may be written; at the end the shards take what was."""
+        if self.open:
+            yield
+            return
+        for step in (self.ask, self.take):
+            for number in range(len(self.units)):
+                step(number)
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+            for unit, shard in zip(self.units, self.shards, strict=True):
+                for slot, view in zip(unit.slots, unit.data_views, strict=True):
+                    if slot.param.data_ptr() != view.data_ptr():
+                        raise ValueError(f"{slot.name} was replaced inside gathered(): copy into it instead")
+                with torch.no_grad():
+                    adopt(unit.data[shard.start : shard.end], shard.master)
+            self.free_all()
 
     def _begin_forward(self) -> None:
-        for number in [*self.root, *(self.inner[0].units if self.inner else ())]:
+        if torch._C._current_graph_task_id() < 0:  # not a forward that runs again in backward
+            self.in_backward = False  # should the last one have failed
+        for number in self.root:
             self.ask(number)
+        if not self.in_backward:
+            self._ask_for(0)
         for number in self.root:
             self.take(number)
 
-    def _need(self, place: int, following: int) -> None:
+    def _end_forward(self, out) -> None:
+        if not torch.is_grad_enabled():
+            self.free_all()
+        for tensor in _that_need_gradients(out):
+            tensor.register_hook(lambda grad: self._begin_backward())
+
+    def _ask_for(self, place: int) -> None:
+        for number in self.inner[place].units if place < len(self.inner) else ():
+            self.ask(number)
+
+    def _enter(self, place: int) -> None:
         for number in self.inner[place].units:
             self.take(number)
-        if 0 <= following < len(self.inner):
-            for number in self.inner[following].units:
-                self.ask(number)
+        if not self.in_backward:
+            self._ask_for(place + 1)
 
     def _leave(self, place: int, out) -> None:
         """After a block's forward: free it, and have it back before its backward."""
         if self.in_backward:  # a checkpointed forward that runs again: backward comes at once
             return
-        for tensor in _tensors(out):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._begin_backward(place))
+        call = Call(place)
+        tensors = _that_need_gradients(out)
+        for tensor in tensors:
+            tensor.register_hook(lambda grad: self._come_to(call))
+        if tensors:
+            self.trail.append(call)
         for number in self.inner[place].units:
             self.free(number)
 
-    def _begin_backward(self, place: int) -> None:
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.free_all)  # runs when backward ends
-        self._need(place, place - 1)
+    def _begin_backward(self) -> None:
+        if self.in_backward:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError("stage 3 has freed what a second derivative needs: no create_graph=True")
+        self.in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.gradients.backward_begins()
+        for number in self.root:  # gone if something else was computed since forward
+            self.take(number)
+
+    def _come_to(self, call: Call) -> None:
+        """Have a block there for its backward; those that are over leave, and the next one is on its way."""
+        self._begin_backward()
+        if call in self.began:  # through another of its outputs
+            return
+        self.began.append(call)
+        if call in self.trail:
+            self.trail.remove(call)
+        ahead = {call.place, *(each.place for each in self.trail)}
+        for place in [place for place in self.at_work if place not in ahead]:
+            self.at_work.remove(place)
+            for number in self.inner[place].units:
+                self.free(number)
+                self.gradients.passed(number)
+        if call.place not in self.at_work:
+            self.at_work.append(call.place)
+        for number in self.inner[call.place].units:
+            self.take(number)
+        if self.trail:
+            self._ask_for(self.trail[-1].place)
+
+    def _end_backward(self) -> None:
+        self.in_backward = False
+        self.began.clear()
+        self.at_work.clear()
+        self.free_all()
 
 
-def _tensors(out) -> list[torch.Tensor]:
-    """Return the tensors in what a module has returned: a tensor, or lists, tuples and dicts of such."""
+def _that_need_gradients(out) -> list[torch.Tensor]:
+    """Return the tensors that require a gradient in what a module has returned: a tensor, or lists and dicts of such.
+
+    Raises TypeError for what cannot be looked into: backward would come to the module unnoticed.
+    """
     if isinstance(out, torch.Tensor):
-        return [out]
-    items = out.values() if isinstance(out, dict) else out if isinstance(out, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+        return [out] if out.requires_grad else []
+    if out is None or isinstance(out, str | int | float | complex):
+        return []
+    if not isinstance(out, dict | list | tuple):
+        raise TypeError(f"stage 3: a block returned {type(out).__name__}: return tensors, or lists or dicts of them")
+    items = out.values() if isinstance(out, dict) else out
+    return [tensor for item in items for tensor in _that_need_gradients(item)]

@@ -31,8 +31,7 @@ class Gradients:
         self.works: list[Callable[[], None]] = []  # launched, not waited for
         self.launched, self.reduced, self.arrived = 0, False, False
         at_end = self._backward_ended if self.freed else None
-        self.overlap = Overlap(units, begin, self.launch, at_end) if overlap or self.freed else None
-        self.left: Callable[[int], None] = lambda number: None
+        self.overlap = Overlap(units, begin, self.launch, at_end, stage < 3) if overlap or self.freed else None
 
     def forget(self) -> None:
         """Drop all gradients and expect new ones."""
@@ -42,7 +41,6 @@ class Gradients:
                 unit.grad.zero_()
             for slot, view in zip(unit.slots, unit.views, strict=True):
                 slot.param.grad = view if self.overlap is None and slot.param.requires_grad else None
-
         self.free()
 
     def free(self) -> None:
@@ -77,6 +75,16 @@ class Gradients:
             self._settle()
         self.reduced = True
 
+    def backward_begins(self) -> None:
+        """Begin a round, whether or not this rank will have a gradient. Stage 3, where all ranks do so at one point."""
+        if self.overlap.enabled:
+            self.overlap.start()
+
+    def passed(self, number: int) -> None:
+        """Let a unit leave: no gradient of it can come any more."""
+        if self.overlap.enabled:
+            self.overlap.passed(number)
+
     def _backward_ended(self) -> None:
         self._settle()
         self.launched, self.arrived = 0, True
@@ -101,7 +109,6 @@ class Gradients:
         self.launched += 1
         reduce = self._reduce_and_free if self.freed else self._reduce_in_place
         self.works.append(reduce(shard))
-        self.left(number)
 
     def _reduce_in_place(self, shard: Shard) -> Callable[[], None]:
         shard.own_bad = None if goes_whole(self.comm, shard) else not_finite([shard.unit.grad])

@@ -27,6 +27,7 @@ class Overlap:
     stays incomplete (a parameter without a gradient) is left to the caller: `launched` says how many have left.
 
     With `at_end`, a round is a backward: when it ends, units leave that are incomplete, then `at_end()` is called.
+    Without `when_complete`, units leave only then, and when `passed` is called.
     """
 
     def __init__(
@@ -35,14 +36,29 @@ class Overlap:
         begin: Callable[[], None],
         launch: Callable[[int], None],
         at_end: Callable[[], None] | None = None,
+        when_complete: bool = True,
     ):
         self.units, self.begin, self.launch, self.at_end, self.enabled = units, begin, launch, at_end, True
+        self.when_complete = when_complete
         self.reset()
         watch_gradients(units, self._on_gradient)
 
     def reset(self) -> None:
         """Expect the gradients of a new round."""
-        self.launched, self.pending = 0, None
+        self.launched, self.pending, self.over = 0, None, set()
+
+    def start(self) -> None:
+        """Begin a round, unless one is on."""
+        if self.pending is None:
+            self.begin()
+            self.pending = [sum(slot.param.requires_grad for slot in unit.slots) for unit in self.units]
+            if self.at_end is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def passed(self, number: int) -> None:
+        """Let a unit leave, complete or not, as soon as those before it have left."""
+        self.over.add(number)
+        self._launch_while(lambda: self.launched in self.over)
 
     @contextmanager
     def paused(self):
@@ -60,13 +76,10 @@ class Overlap:
             allocate(self.units[number].memory)
             self.units[number].take_grads([index])  # the next backward adds to it there
             return
-        if self.pending is None:
-            self.begin()
-            self.pending = [sum(slot.param.requires_grad for slot in unit.slots) for unit in self.units]
-            if self.at_end is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self.start()
         self.pending[number] -= 1
-        self._launch_while(lambda: self.pending[self.launched] == 0)
+        if self.when_complete:
+            self._launch_while(lambda: self.pending[self.launched] == 0)
 
     def _launch_while(self, ready: Callable[[], bool]) -> None:
         while self.launched < len(self.units) and ready():

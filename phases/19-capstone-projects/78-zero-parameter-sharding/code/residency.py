@@ -27,15 +27,22 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
-def absent(param: nn.Parameter) -> torch.Tensor:
-    """Return what stands for a parameter that is not there: its shape, without memory of its own; every element NaN.
+def make_absent(param: nn.Parameter) -> None:
+    """Let a parameter keep its shape without memory of its own: every element reads as NaN.
 
-    So who reads a parameter out of turn gets NaN, and who writes to it an error from torch; neither reads memory that
-    is no longer his.
+    So who reads a parameter out of turn gets NaN, and who writes to it an error from torch, since its elements are one;
+    neither reads memory that is no longer his. Torch lets one write to a single element: `is_absent` notices.
     """
-    return _nan(param.dtype, param.device).expand(param.shape)
+    nan = _nan(param.dtype, param.device)
+    param.absent = nan.clone().view(param.shape) if param.numel() == 1 else nan.expand(param.shape)
+    param.data, param.version_when_absent = param.absent, param._version
 
 
 def is_absent(param: nn.Parameter) -> bool:
-    """Return whether a parameter is represented by `absent`."""
-    return param.data_ptr() == _nan(param.dtype, param.device).data_ptr()
+    """Return whether a parameter is as `make_absent` has left it: not there, nor replaced or written since."""
+    absent = getattr(param, "absent", None)
+    if absent is None or param.data_ptr() != absent.data_ptr():
+        return False
+    if param.numel() > 1:
+        return True
+    return param._version == param.version_when_absent and (param.is_cuda or bool(absent.isnan()))  # no wait on a GPU

@@ -5,12 +5,12 @@ parameters. On the wire that is exactly what one all-reduce costs; in memory the
 """
 
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import zero_state
 from adam import AdamSettings
-from blocks import plan_blocks
+from blocks import check_stage, plan_blocks
 from comm import Comm, TorchComm, Work
 from counter import StepCounter, blame, not_finite
 from flat import plan_units, sync_module, trainable_parameters
@@ -21,7 +21,7 @@ from memory import check_whole, held_bytes, logical_bytes
 from mesh import must_agree
 from overlap import cap_bytes
 from routes import gather_from_shards
-from shard import Shard, adopt, build_units
+from shard import Shard, build_units
 from torch import nn
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         AdamSettings(lr, betas, eps, weight_decay).check()
         check_whole("max_skipped", max_skipped, least=1)
         cap = cap_bytes(bucket_cap_mb, overlap)
+        check_stage(stage, bucket_cap_mb, blocks, module)
         named = [(name, param) for name, param in trainable_parameters(module) if param.numel()]
         if not named:
             raise ValueError(f"all parameters of {type(module).__name__} that require a gradient are empty")
@@ -81,16 +82,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"rank {rank!r} of {world_size!r} ranks, but in the group it is {comm.rank} of {comm.world_size}"
             )
-        if isinstance(stage, bool) or stage not in (1, 2, 3):
-            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         param_groups = split_groups(module, named, groups, defaults)
         for group in param_groups:
             AdamSettings.of(group)
-        if stage > 1:
-            plan, chain = plan_blocks(module, named, blocks)
-        else:
+        if stage == 1:
             plan, chain = [list(reversed(unit)) for unit in plan_units(named, cap)], []  # inside in the module's order
+        else:
+            plan, chain = plan_blocks(module, named, blocks)
         facts = defaults | {"fused": fused, "max_skipped": max_skipped, "stage": stage, "overlap": bool(overlap)}
         facts |= {"bucket_cap": cap} if stage == 1 else {"units": [[name for name, _ in unit] for unit in plan]}
         facts |= {} if groups is None else {"groups": group_facts(named, param_groups)}
@@ -105,9 +104,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._places = [slot.param.data_ptr() for slot in self._slots]
         self.gradients = Gradients(self.units, self.shards, self.comm, stage, overlap, self._check_parameters)
-        self.gathering = Gathering(chain, module, self.units, self.shards, self.comm) if stage == 3 else None
-        if self.gathering is not None:
-            self.gradients.left = self.gathering.unit_left
+        parts = module, self.units, self.shards, self.comm, self.gradients
+        self.gathering = Gathering(chain, *parts) if stage == 3 else None
         self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
         self.defaults, self.state, self.param_groups = defaults, {}, param_groups
@@ -133,6 +131,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Drop all gradients; what `set_to_none` says makes no difference."""
         self._bad = None
         self.gradients.forget()
+        if self.gathering is not None and self.gathering.in_backward:
+            self.gathering.reset()  # a backward has failed
 
     def no_sync(self):
         """Accumulate gradients without communication; the next backward outside launches it.
@@ -142,22 +142,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap = self.gradients.overlap
         return nullcontext() if overlap is None else overlap.paused()
 
-    @contextmanager
     def gathered(self):
         """Have all parameters there, to be read or written: outside, stage 3 has them only while they compute.
 
-        All ranks enter and leave together, and write the same values.
+        All ranks enter and leave together, and write the same values. Inside, `step` is an error.
         """
-        if self.gathering is not None:
-            for number in range(len(self.units)):
-                self.gathering.take(number)
-        try:
-            yield
-        finally:
-            if self.gathering is not None:
-                for shard in self.shards:
-                    adopt(shard.unit.data[shard.start : shard.end], shard.master)
-                self.gathering.free_all()
+        return nullcontext() if self.gathering is None else self.gathering.opened()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -224,12 +214,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         settings = [AdamSettings.of(group) for group in self.param_groups]
+        if self.gathering is not None:
+            self.gathering.reset()
         self.reduce_gradients()
         self.counter.record(self._any_bad() if self._bad is None else self._bad)
         self._calls, self._bad = self._calls + 1, None
         self.gradients.start_round()
-        if self.gathering is not None:
-            self.gathering.free_all()  # they are about to change
         if self._lazy or not self.counter.bad.item():
             works = []
             for shard in self.shards:
@@ -237,9 +227,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 works += self._gather(shard)  # on its way while the next one is updated
             for work in works:
                 work.wait()
-        if not self._lazy or self._calls % self.max_skipped == 0:
-            self._report_skips()
-        self.gradients.free()
+        try:
+            if not self._lazy or self._calls % self.max_skipped == 0:
+                self._report_skips()
+        finally:
+            self.gradients.free()
         return loss
 
     def _any_bad(self) -> torch.Tensor:
@@ -291,6 +283,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises the same ValueError on all ranks, with nothing changed, if on any of them the state is not this rank's
         (layout, parameter names, groups, shapes, dtypes), or if the ranks bring different settings or counts.
         """
+        if self.gathering is not None:
+            self.gathering.reset()
         zero_state.restore(self, state_dict)
         for shard in self.shards if self.stage < 3 else ():
             for work in gather_from_shards(self.comm, shard, everything=True):
