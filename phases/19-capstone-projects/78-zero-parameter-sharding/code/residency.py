@@ -4,8 +4,6 @@ Autograd saves views of parameters in forward for use in backward. They must the
 anew. So it is the storage under all views that is freed and allocated, and no tensor is replaced.
 """
 
-import functools
-
 import torch
 from torch import nn
 
@@ -22,20 +20,15 @@ def release(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-@functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
 def make_absent(param: nn.Parameter) -> None:
-    """Let a parameter keep its shape without memory of its own: every element reads as NaN.
+    """Let a parameter keep its shape with the memory of one element, NaN.
 
-    So who reads a parameter out of turn gets NaN, and who writes to it an error from torch, since its elements are one;
-    neither reads memory that is no longer his. Torch lets one write to a single element: `is_absent` notices.
+    So who reads a parameter out of turn gets NaN, and who writes to it mostly an error from torch, since its elements
+    are one; neither touches memory that is no longer his. `fill_` and `zero_` raise nothing: `is_absent` notices.
     """
-    nan = _nan(param.dtype, param.device)
-    param.absent = nan.clone().view(param.shape) if param.numel() == 1 else nan.expand(param.shape)
-    param.data, param.version_when_absent = param.absent, param._version
+    nan = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+    param.data = param.absent = nan.expand(param.shape)
+    param.version_when_absent = param._version
 
 
 def is_absent(param: nn.Parameter) -> bool:
@@ -43,6 +36,6 @@ def is_absent(param: nn.Parameter) -> bool:
     absent = getattr(param, "absent", None)
     if absent is None or param.data_ptr() != absent.data_ptr():
         return False
-    if param.numel() > 1:
-        return True
-    return param._version == param.version_when_absent and (param.is_cuda or bool(absent.isnan()))  # no wait on a GPU
+    if param.is_cuda:  # to look would be to wait
+        return param._version == param.version_when_absent
+    return bool(absent[(0,) * absent.dim()].isnan())

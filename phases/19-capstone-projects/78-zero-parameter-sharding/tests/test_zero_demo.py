@@ -164,8 +164,10 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
     ),
     "a shard of another rank": (
         "shard.py",
-        {"comm.rank * size, (comm.rank + 1) * size": "(comm.world_size - 1 - comm.rank) * size, "
-            "(comm.world_size - comm.rank) * size"},
+        {
+            "comm.rank * size, (comm.rank + 1) * size": "(comm.world_size - 1 - comm.rank) * size, "
+            "(comm.world_size - comm.rank) * size"
+        },
         "torch's Adam on the same gradients",
     ),
     "gathered twice": (

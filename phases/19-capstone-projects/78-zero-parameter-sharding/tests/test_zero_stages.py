@@ -57,7 +57,7 @@ class TestTraining(unittest.TestCase):
                         self.assertTrue(torch.equal(expected, logs[0]["params"][step + 1][name].flatten()))
 
     def test_stages_train_alike(self):
-        """With one or two ranks the bits agree: a sum of two has one order. Else Adam amplifies the rounding of sums."""
+        """With one or two ranks the bits agree, as a sum of two has one order. Else Adam amplifies its rounding."""
         for n in RANKS:
             for stage in (2, 3):
                 for step in range(STEPS + 1):
@@ -209,7 +209,7 @@ class TestFeatures(unittest.TestCase):
     def test_frozen_parameters_do_not_travel_as_gradients(self):
         def worker(comm, stage):
             module = Tower()
-            optimizer = optimizer_for(module, comm, stage=stage)
+            optimizer_for(module, comm, stage=stage)
             module.parts[1].requires_grad_(False)
             before = comm.counters.bytes.copy(), comm.counters.calls.copy()
             loss_of(module, 0, comm.rank).backward()
