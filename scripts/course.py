@@ -1,4 +1,4 @@
-"""The course's one command line: list, run, test, check, catalog, checkpoint."""
+"""The course's one command line: list, run, test, check, catalog, ladder, checkpoint."""
 
 import argparse
 import json
@@ -39,6 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
     writing = add("catalog", write_catalog, "write catalog.json from the lessons")
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
+    ladder = add("ladder", climb, "run every combination of parallelism and hold it against the golden run (lesson 81)")
+    ladder.add_argument("--quick", action="store_true", help="a chosen dozen of plans")
+    ladder.add_argument("--only", action="append", default=[], metavar="PLAN", help="such as 'dp2 pp2 zero1 m2'")
+    ladder.add_argument("--processes", action="store_true", help="as processes, not as virtual ranks")
+    ladder.add_argument("--tied", action="store_true", help="the head's matrix is the token embedding")
+    ladder.add_argument("--steps", metavar="N", help="steps of the run (default: 30)")
+    ladder.add_argument("--json", action="store_true", help="print the result as JSON")
     saved = add(
         "checkpoint", checkpoint, "look at a checkpoint of lesson 80, check it, convert it to or from safetensors"
     )
@@ -96,11 +103,23 @@ def become(command: list[str], environment: dict[str, str] | None = None) -> int
 
 def checkpoint(course: Course, args: argparse.Namespace) -> int:
     """What `checkpoint_tools` of lesson 80 does, with every lesson's code at hand."""
-    folders = [str(lesson.folder / "code") for lesson in course.lessons]
-    command = [sys.executable, str(course.find("80").folder / "code" / "checkpoint_tools.py"), args.job, args.folder]
-    command += [f"--{name}" for name in ("json", "fast") if getattr(args, name)]
+    options = [f"--{name}" for name in ("json", "fast") if getattr(args, name)]
     for name in ("to", "step"):
-        command += [] if getattr(args, name) is None else [f"--{name}", str(getattr(args, name))]
+        options += [] if getattr(args, name) is None else [f"--{name}", str(getattr(args, name))]
+    return become_module(course, "80", "checkpoint_tools.py", [args.job, args.folder, *options])
+
+
+def climb(course: Course, args: argparse.Namespace) -> int:
+    """What `ladder` of lesson 81 does, with every lesson's code at hand."""
+    options = [f"--{name}" for name in ("quick", "processes", "tied", "json") if getattr(args, name)]
+    options += [f"--only={plan}" for plan in args.only] + ([f"--steps={args.steps}"] if args.steps else [])
+    return become_module(course, "81", "ladder.py", options)
+
+
+def become_module(course: Course, lesson: str, module: str, arguments: list[str]) -> int:
+    """Run a lesson's module, with every lesson's code at hand, in this command's place."""
+    folders = [str(each.folder / "code") for each in course.lessons]
+    command = [sys.executable, str(course.find(lesson).folder / "code" / module), *arguments]
     return become(command, {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])})
 
 
