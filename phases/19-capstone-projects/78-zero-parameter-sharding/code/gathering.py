@@ -9,7 +9,7 @@ from blocks import Block
 from comm import Comm, Work
 from flat import FlatUnit
 from gradients import Gradients
-from residency import allocate, is_absent, make_absent, release
+from residency import Absence, allocate, release
 from routes import gather_from_shards
 from shard import Shard, adopt
 from torch import nn
@@ -39,6 +39,7 @@ class Gathering:
         self.gradients: Gradients = gradients
         self.inner = [block for block in blocks if block.module is not module]
         self.root = [number for block in blocks if block.module is module for number in block.units]
+        self.absences = [Absence([slot.param for slot in unit.slots]) for unit in units]
         self.coming: dict[int, list[Work]] = {}
         self.here, self.in_backward, self.open = set(range(len(units))), False, False
         self.trail: list[Call] = []  # forwards that backward has not come to yet
@@ -66,9 +67,11 @@ class Gathering:
         self.ask(number)
         for work in self.coming.pop(number):
             work.wait()
-        for slot, view in zip(self.units[number].slots, self.units[number].data_views, strict=True):
-            if not is_absent(slot.param):
-                raise ValueError(f"{slot.name} was written while it was not gathered: write it inside gathered()")
+        unit = self.units[number]
+        if written := self.absences[number].written():
+            names = " or ".join(unit.slots[index].name for index in written[:3])
+            raise ValueError(f"{names} was written while it was not gathered: write it inside gathered()")
+        for slot, view in zip(unit.slots, unit.data_views, strict=True):
             slot.param.data = view
         self.here.add(number)
 
@@ -79,8 +82,7 @@ class Gathering:
         for work in self.coming.pop(number, ()):
             work.wait()
         if number in self.here:
-            for slot in self.units[number].slots:
-                make_absent(slot.param)
+            self.absences[number].begin()
             self.here.remove(number)
         release(self.units[number].data)
 

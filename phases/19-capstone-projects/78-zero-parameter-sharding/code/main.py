@@ -180,10 +180,14 @@ def main() -> int:
     parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
     parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
     parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a unit (default: 100)")
-    parser.add_argument("--stages", action="store_true", help="with --size: stages 2 and 3 beside FSDP2")
+    parser.add_argument("--stages", action="store_true", help="with --bench: stages 2 and 3 beside FSDP2")
     args = demo.parse(parser, lesson=78)
     if args.bench and args.size:
         from zero_gpu_bench import bench  # 78: GPT-2 on GPUs, against torch's own
+
+        return bench(args)
+    if args.bench and args.stages:
+        from zero_stages_bench import bench  # 78: 10M parameters, against FSDP2
 
         return bench(args)
     if args.bench:

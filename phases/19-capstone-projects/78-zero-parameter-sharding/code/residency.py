@@ -20,22 +20,37 @@ def release(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def make_absent(param: nn.Parameter) -> None:
-    """Let a parameter keep its shape with the memory of one element, NaN.
+class Absence:
+    """What stands for parameters of one dtype while they are not there: their shapes, and the memory of one NaN.
 
     So who reads a parameter out of turn gets NaN, and who writes to it mostly an error from torch, since its elements
-    are one; neither touches memory that is no longer his. `fill_` and `zero_` raise nothing: `is_absent` notices.
+    are one; neither touches memory that is no longer his. `fill_` and `zero_` raise nothing: `written` notices.
     """
-    nan = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
-    param.data = param.absent = nan.expand(param.shape)
-    param.version_when_absent = param._version
+
+    def __init__(self, params: list[nn.Parameter]):
+        self.params = params
+        self.nan = torch.full((), float("nan"), dtype=params[0].dtype, device=params[0].device)
+        for param in params:
+            param.absent = self.nan.expand(param.shape)
+        self.versions = [param._version for param in params]
+
+    def begin(self) -> None:
+        """Let the parameters be absent."""
+        for param in self.params:
+            param.data = param.absent
+        if self.nan.is_cuda:
+            self.versions = [param._version for param in self.params]
+
+    def written(self) -> list[int]:
+        """Return which parameters were replaced or written to since `begin`; all, if it cannot be told which."""
+        if found := [i for i, param in enumerate(self.params) if not is_absent(param)]:
+            return found
+        if self.nan.is_cuda:  # to look at it would be to wait
+            return [i for i, param in enumerate(self.params) if param._version != self.versions[i]]
+        return [] if self.nan.isnan() else list(range(len(self.params)))
 
 
 def is_absent(param: nn.Parameter) -> bool:
-    """Return whether a parameter is as `make_absent` has left it: not there, nor replaced or written since."""
+    """Return whether a parameter is not there now."""
     absent = getattr(param, "absent", None)
-    if absent is None or param.data_ptr() != absent.data_ptr():
-        return False
-    if param.is_cuda:  # to look would be to wait
-        return param._version == param.version_when_absent
-    return bool(absent[(0,) * absent.dim()].isnan())
+    return absent is not None and param.data_ptr() == absent.data_ptr()

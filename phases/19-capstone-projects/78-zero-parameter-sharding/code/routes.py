@@ -57,9 +57,11 @@ def gather_from_shards(comm: Comm, shard: Shard, everything: bool = False) -> li
     Only where a gradient is required, that is, where anything may have changed; unless `everything` is asked for.
     """
     unit, ranges = shard.unit, [(0, shard.unit.numel)] if everything else shard.live
-    mine = unit.data[shard.start : shard.end]
+    mine, whole = unit.data[shard.start : shard.end], ranges == [(0, unit.numel)] and not by_ranges(comm, unit)
+    if whole and shard.params.dtype == unit.dtype:
+        return [comm.all_gather(unit.data, shard.params, async_op=True)]
     plain.fill(mine, shard.params)  # in stage 3 they lie elsewhere
-    if ranges == [(0, unit.numel)] and not by_ranges(comm, unit):
+    if whole:
         return [comm.all_gather(unit.data, mine, async_op=True)]
     size, works = shard.end - shard.start, []
     for owner, (start, end) in itertools.product(range(comm.world_size), ranges):

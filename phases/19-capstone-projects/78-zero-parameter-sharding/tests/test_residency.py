@@ -6,7 +6,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import torch
 from memory import live_bytes
-from residency import allocate, is_absent, make_absent, release
+from residency import Absence, allocate, is_absent, release
 from torch import nn
 
 
@@ -38,7 +38,7 @@ class TestMemory(unittest.TestCase):
             param.data = view = flat.view(2, 2)
             x = torch.ones(2, requires_grad=True)
             loss = use(x, param).sum()
-            make_absent(param)
+            Absence([param]).begin()
             release(flat)
             allocate(flat)
             flat.copy_(torch.tensor([5.0, 7.0, 8.0, 9.0]))
@@ -50,32 +50,49 @@ class TestMemory(unittest.TestCase):
             self.assertTrue(param.grad.isfinite().all())
 
 
-class TestAbsent(unittest.TestCase):
-    def test_it_keeps_shape_dtype_and_grad_and_has_one_element(self):
-        for shape in ((), (1,), (1, 1), (3, 4)):
-            for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                param = nn.Parameter(torch.ones(shape, dtype=dtype))
-                self.assertFalse(is_absent(param))
-                make_absent(param)
-                self.assertTrue(is_absent(param))
-                self.assertEqual((param.shape, param.dtype, param.requires_grad), (shape, dtype, True))
-                self.assertTrue(param.isnan().all())
-                self.assertEqual(live_bytes([param]), param.element_size())
+class TestAbsence(unittest.TestCase):
+    def absence(self, *shapes, dtype=torch.float32):
+        params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+        return params, Absence(params)
 
-    def test_writing_is_noticed(self):
-        writes = (
-            lambda p: p.data.fill_(1.0),
-            lambda p: p.data.zero_(),
-            lambda p: setattr(p, "data", torch.ones(p.shape)),
-            lambda p: setattr(p, "data", torch.full(p.shape, float("nan"))),
-        )
-        for shape in ((), (1,), (2, 3)):
+    def test_it_keeps_shape_dtype_and_grad_and_all_have_one_element(self):
+        shapes = ((), (1,), (1, 1), (3, 4))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            params, absence = self.absence(*shapes, dtype=dtype)
+            self.assertFalse(any(map(is_absent, params)))
+            absence.begin()
+            self.assertTrue(all(map(is_absent, params)))
+            self.assertEqual(absence.written(), [])
+            self.assertEqual([(p.shape, p.dtype, p.requires_grad) for p in params], [(s, dtype, True) for s in shapes])
+            self.assertTrue(all(param.isnan().all() for param in params))
+            self.assertEqual(live_bytes(params), dtype.itemsize)
+
+    def test_replacing_is_noticed_and_named(self):
+        for value in (1.0, float("nan")):
+            params, absence = self.absence((), (2, 3), (2, 3))
+            absence.begin()
+            params[1].data = torch.full((2, 3), value)
+            self.assertEqual(absence.written(), [1])
+
+    def test_filling_is_noticed(self):
+        writes = lambda p: p.data.fill_(1.0), lambda p: p.data.zero_(), lambda p: nn.init.zeros_(p)
+        for index in range(3):
             for write in writes:
-                param, other = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
-                make_absent(param)
-                make_absent(other)
-                write(param)
-                self.assertEqual((is_absent(param), is_absent(other)), (False, True))
+                params, absence = self.absence((), (1,), (2, 3))
+                _, other = self.absence((2,))
+                absence.begin()
+                other.begin()
+                write(params[index])
+                self.assertIn(index, absence.written())
+                self.assertEqual(other.written(), [])
+
+    def test_other_writes_are_refused_by_torch(self):
+        params, absence = self.absence((2, 3))
+        absence.begin()
+        with torch.no_grad():
+            for write in (lambda p: p.mul_(2), lambda p: p.copy_(torch.ones(2, 3)), lambda p: p.normal_()):
+                self.assertRaises(RuntimeError, write, params[0])
+        self.assertEqual(absence.written(), [])
 
 
 if __name__ == "__main__":
