@@ -16,6 +16,7 @@ from comm import TorchComm
 from manifest import CheckpointError, ShardManifest
 from packed import bytes_of
 from storage import DISK, Storage
+from strictjson import check_integer
 from team import Team
 
 
@@ -42,6 +43,7 @@ class AsyncSaver:
     @classmethod
     def of_one_process(cls, world_size: int, *, timeout=600.0, crc32=False, storage: Storage = DISK) -> "AsyncSaver":
         """Save the states of all ranks from one process: `save` takes a list, as `save_sharded` does."""
+        check_integer("world_size", world_size, least=1)
         saver = cls.__new__(cls)
         saver._start_with(Team.of_one_process(world_size), timeout, crc32, storage)
 

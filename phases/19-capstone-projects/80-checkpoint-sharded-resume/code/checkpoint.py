@@ -40,8 +40,9 @@ def save_shard(
     """Save the state of this rank; all ranks call it together. `dest_dir` is one folder that every rank can see.
 
     Returns once the checkpoint is on disk, complete. Raises the same CheckpointError on every rank, naming the rank and
-    the cause, if any rank fails; then what was in the folder before is still there and still loads. The manifest
-    records rank 0's `wall_clock_seconds` and, with `crc32`, a CRC-32 of each file beside its sha256.
+    the cause, if any rank fails; then what was in the folder before is still there and still loads. (One failure comes
+    later than that: if the folder cannot be fsynced after the rename, the new checkpoint is there, whole, but may not
+    survive a power cut.) The manifest records rank 0's `wall_clock_seconds` and, with `crc32`, a CRC-32 of each file.
     """
     team = Team.of_comm(comm)
     save = Save(dest_dir, step, wall_clock_seconds, team, storage, crc32)
@@ -139,9 +140,12 @@ def _load(src_dir, team: Team, storage: Storage, into=None) -> tuple[ShardManife
             sizes = f"saved by {manifest().world_size} ranks, to be loaded by {team.world_size} (see load_resharded)"
             raise CheckpointError(f"{folder / MANIFEST}: world_size mismatch: {sizes}")
         manifest().check_files(folder, storage, [rank])
-        return manifest().digest()
+        return [manifest().digest(), into is not None]
 
-    check_one_manifest(team.together(check))
+    facts = team.together(check)
+    check_one_manifest([digest for digest, _ in facts])
+    if len({with_into for _, with_into in facts}) > 1:
+        raise CheckpointError(f"into: given on some ranks only: {[with_into for _, with_into in facts]}")
     with contextlib.ExitStack() as files:
 
         def open_one(rank):

@@ -50,7 +50,7 @@ def convert(source: Path, target: Path, step: int) -> dict:
 def print_shown(found: dict) -> None:
     """Print what `show` returned as tables."""
     if "checkpoints" in found:
-        rows = [tuple(each.values()) for each in found["checkpoints"]]
+        rows = [(c["step"], _printable(c["folder"]), c["ranks"], c["bytes"]) for c in found["checkpoints"]]
         return demo.table(["step", "folder", "ranks", "bytes"], rows)
     rows = [
         (s["rank"], s["path"], s["size"], s["sha256"][:16], s["crc32"] or "-", _ranges(s["layout"]))
@@ -58,7 +58,10 @@ def print_shown(found: dict) -> None:
     ]
     title = f"step {found['step']}, saved by {found['world_size']} ranks in {found['wall_clock_seconds']:g} s"
     demo.table(["rank", "file", "bytes", "sha256", "crc32", "ranges of flat units"], rows, title)
-    rows = [(t["rank"], t["tensor"], t["dtype"], f"{t['shape']}", t["bytes"], t["tied_to"]) for t in found["tensors"]]
+    rows = [
+        (t["rank"], _printable(t["tensor"]), t["dtype"], f"{t['shape']}", t["bytes"], _printable(t["tied_to"]))
+        for t in found["tensors"]
+    ]
     demo.table(["rank", "tensor", "dtype", "shape", "bytes", "tied to"], rows)
 
 
@@ -92,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         print_shown(found)
     elif args.action == "verify":
         for file in found["files"]:
-            print(file["problem"] or f"ok    {file['path']} ({found['method']})")
+            print(_printable(file["problem"]) or f"ok    {file['path']} ({found['method']})")
     else:
         print("\n".join(found["wrote"]))
     return 0 if found.get("ok", True) else 1
@@ -104,7 +107,12 @@ def _size(folder: Path) -> dict:
 
 
 def _ranges(layout: list[dict]) -> str:
-    return "; ".join(f"{item['unit']} [{item['start']}, {item['end']})" for item in layout) or "-"
+    return "; ".join(f"{_printable(item['unit'])} [{item['start']}, {item['end']})" for item in layout) or "-"
+
+
+def _printable(name: str) -> str:
+    """A file's names must not steer the terminal, nor be what it cannot show."""
+    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 if __name__ == "__main__":

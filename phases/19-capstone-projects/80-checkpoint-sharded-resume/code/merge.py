@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from restore import container, items
 from shardheader import Entry, Header
-from strictjson import CheckpointError, show
+from strictjson import CheckpointError, shorten
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Merged:
         if not self._alike(path, "has", kinds):
             return None
         if kinds[0] not in ("dict", "list", "tuple"):
-            self._alike(path, "has", [show(value) for value in values], "name it in per_rank")
+            self._alike(path, "has", [repr(value) for value in values], "name it in per_rank")
             return values[0]
         keys = [dict.fromkeys(items(value)) for value in values]
         for key in dict.fromkeys(key for of_rank in keys for key in of_rank):
@@ -104,7 +104,8 @@ class Merged:
         for rank, each in enumerate(found):
             if each != found[0]:
                 ending = f" ({advice})" if advice else ""
-                self.faults.append(f"{path or 'state'}: rank 0 {verb} {found[0]}, rank {rank} {verb} {each}{ending}")
+                what = f"rank 0 {verb} {shorten(found[0])}, rank {rank} {verb} {shorten(each)}{ending}"
+                self.faults.append(f"{path or 'state'}: {what}")
                 return False
         return True
 

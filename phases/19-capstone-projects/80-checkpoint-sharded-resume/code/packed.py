@@ -61,7 +61,11 @@ class PackedState:
             raise CheckpointError(f"state: expected a dict or a list, found a {type(state).__name__}")
         self.table, self.regions, self._end, self._keep = [], [], 0, keep  # _end: bytes in `regions`
         self._offsets, self._indices, self._numels = {}, {}, {}  # of a place in memory, of a tensor, of a key
-        facts = {"rank": rank, "world_size": world_size, "step": step, "state": self._take_apart(state, "")}
+        try:
+            apart = self._take_apart(state, "")
+        except RecursionError:
+            raise CheckpointError("state: nested too deeply, or it contains itself") from None
+        facts = {"rank": rank, "world_size": world_size, "step": step, "state": apart}
         header = json.dumps({**facts, "tensors": self.table}, allow_nan=False).encode()
         self.header = MAGIC + len(header).to_bytes(8, "little") + header
         self.size = len(self.header) + self._end

@@ -21,6 +21,8 @@ def opened(folder: Path, storage: Storage) -> Iterator[str]:
     """Make, lock and sweep a folder; give the suffix of the names that new shard files may take in it."""
     storage.make_folder(folder)
     with storage.lock(folder):
+        if storage.kind(folder / MANIFEST)[0] == "folder":  # nothing can take its place, so nothing is written
+            raise CheckpointError(f"{folder / MANIFEST}: a folder is in the place of the manifest")
         sweep(folder, storage)
         taken = [int(match[2] or 0) for match in map(SHARD_NAME.fullmatch, storage.names(folder)) if match]
         yield f".g{max(taken) + 1}.bin" if taken else ".bin"

@@ -18,6 +18,7 @@ from merge import Merged, unit_of
 from reshard import check_plan, check_wanted, even_layout, make_plan
 from shardfile import ShardReader
 from storage import DISK, Storage
+from strictjson import check_integer
 from team import Team
 
 
@@ -35,14 +36,17 @@ def load_resharded(src_dir, comm=None, *, layout=None, per_rank=(), storage: Sto
 
 def load_resharded_all(src_dir, world_size, *, layouts=None, per_rank=(), storage: Storage = DISK) -> list:
     """Return the states of all `world_size` new ranks in one process, as that many calls of `load_resharded` would."""
-    team = Team.of_one_process(world_size)
-    wanted = dict(enumerate(layouts or [None] * world_size))
+    check_integer("world_size", world_size, least=1)
+    layouts = [None] * world_size if layouts is None else layouts
+    if not isinstance(layouts, list | tuple) or len(layouts) != world_size:
+        raise CheckpointError(f"layouts: expected a list of {world_size}, one a new rank")
+    team, wanted = Team.of_one_process(world_size), dict(enumerate(layouts))
     states = _load(src_dir, team, wanted, per_rank, storage)
     return [states[rank] for rank in range(world_size)]
 
 
 def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dict:
-    folder, wanted = Path(src_dir), {}
+    folder, wanted, per_rank = Path(src_dir), {}, list(per_rank)
     manifest = functools.cache(lambda: read_manifest(folder, storage))
     saved = functools.cache(lambda: [shard.layout for shard in manifest().shards])
 

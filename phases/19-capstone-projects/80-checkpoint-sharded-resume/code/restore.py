@@ -89,6 +89,8 @@ def _differences(target, loaded, path: str) -> Iterator[str]:
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if (target.dtype, target.shape) != (loaded.dtype, loaded.shape):
             yield f"{path}: expected {target.dtype} {list(target.shape)}, found {loaded.dtype} {list(loaded.shape)}"
+        elif any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+            yield f"{path}: cannot be filled: its elements share memory (see Tensor.expand)"
     elif (kind := container(target)) != container(loaded):
         yield f"{path or 'state'}: expected a {kind or 'single value'}, found a {container(loaded) or 'single value'}"
     elif kind:

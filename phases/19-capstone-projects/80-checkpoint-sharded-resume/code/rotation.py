@@ -25,7 +25,10 @@ def complete_checkpoints(parent_dir, *, storage: Storage = DISK) -> list[tuple[i
 
 
 def latest_checkpoint(parent_dir, *, storage: Storage = DISK) -> Path | None:
-    """Return the folder of the complete checkpoint with the highest step; None if there is none."""
+    """Return the folder of the complete checkpoint with the highest step; None if there is none.
+
+    Raises CheckpointError if `parent_dir` itself cannot be read: a typing error must not look like a fresh start.
+    """
     found = complete_checkpoints(parent_dir, storage=storage)
     return found[-1][1] if found else None
 

@@ -62,9 +62,11 @@ def from_safetensors(source, dest_dir, step: int = 0, *, storage: Storage = DISK
     if len(ranks) == 1 and ranks[0][0] is None:
         return save_sharded([ranks[0][2]], dest_dir, step, crc32=True, storage=storage)
     for rank, (facts, _, _) in enumerate(ranks):
-        first = {**ranks[0][0], "rank": rank} if ranks[0][0] else None
-        if facts is None or facts != first or facts["world_size"] != len(files):
-            raise CheckpointError(f"{files[rank]}: says {facts}, expected {first} of {len(files)} files")
+        if facts is None:
+            raise CheckpointError(f"{files[rank]}: not written by `convert`; such files are read one at a time")
+        first = {**ranks[0][0], "rank": rank, "world_size": len(files)}
+        if facts != first:
+            raise CheckpointError(f"{files[rank]}: says {facts}, expected {first}")
     facts, seconds, _ = ranks[0]
     return save_sharded([state for *_, state in ranks], dest_dir, facts["step"], seconds, crc32=True, storage=storage)
 
@@ -84,16 +86,19 @@ def _read(path: Path) -> tuple[dict | None, float, dict]:
     try:
         extra = parse_json(metadata[METADATA])
         check_keys("metadata", extra, ["seconds", "header"])
+        if not isinstance(extra["header"], str):
+            raise CheckpointError("header: expected a string")
         text = extra["header"].encode()
         header = _header(text, sum(t.numel() * t.element_size() for t in tensors.values()), "header")
         names, filled = _names(header), []
         for index, entry in enumerate(header.entries):
-            tensor = tensors.get(names[_place(index, entry)])
+            name = names.get(_place(index, entry), f"tensors[{index}]")  # one that the state does not use has no name
+            tensor = tensors.get(name)
             if tensor is None or tensor.dtype != entry.dtype or tensor.numel() != entry.numel:
-                raise CheckpointError(f"{names[_place(index, entry)]}: missing, or not as the header says")
+                raise CheckpointError(f"{name}: missing, or not as the header says")
             filled.append(tensor.view(-1).view(entry.shape) if entry.numel else tensor.view(entry.shape))
         facts = {key: parse_json(text)[key] for key in ("rank", "world_size", "step")}
-    except (CheckpointError, AttributeError) as error:
+    except ValueError as error:  # a CheckpointError, or text that is not Unicode
         raise CheckpointError(f"{path}: {error}") from None
     return facts, extra["seconds"], header.build(filled)
 

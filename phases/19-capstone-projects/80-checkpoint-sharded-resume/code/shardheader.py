@@ -105,6 +105,8 @@ def _check_entry(name: str, entry) -> Entry:
         raise CheckpointError(f"{name}.shape: expected a list, found {show(entry['shape'])}")
     for size in entry["shape"]:
         check_integer(f"{name}.shape", size)
+    if math.prod(size for size in entry["shape"] if size) >= 2**63:  # an empty tensor may still claim it
+        raise CheckpointError(f"{name}.shape: no tensor is that large: {show(entry['shape'])}")
     check_integer(f"{name}.offset", entry["offset"])
     check_integer(f"{name}.numel", entry["numel"])
     if entry["numel"] != math.prod(entry["shape"]):

@@ -186,6 +186,8 @@ class CrashingStorage(Storage):
         self.log.append(f"{operation} {path.name}")
         self._die_if(number == self.at and self.when == "before")
         result = None if operation.startswith("fsync") else super().perform(operation, path, action)
+        if number == self.at and hasattr(result, "close"):
+            result.close()  # as the system closes the files of a dead process
         self._die_if(number == self.at)
         return result
 

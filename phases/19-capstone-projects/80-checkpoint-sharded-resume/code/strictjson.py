@@ -4,7 +4,7 @@ Python's own reader lets a key come twice, and Python's types are lenient: True 
 """
 
 import json
-import math
+import sys
 
 
 class CheckpointError(ValueError):
@@ -36,7 +36,7 @@ def check_integer(name: str, value, least: int = 0) -> None:
 
 def check_seconds(name: str, value) -> None:
     """Accept a finite number of at least 0."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise CheckpointError(f"{name}: expected a finite number of at least 0, found {show(value)}")
 
 
@@ -53,5 +53,9 @@ def check_keys(name: str, value, expected: list[str]) -> None:
 
 def show(value) -> str:
     """Return `repr(value)`, shortened to fit a message."""
-    text = repr(value)
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """Return a text cut to fit a message."""
     return text if len(text) <= 60 else text[:57] + "..."

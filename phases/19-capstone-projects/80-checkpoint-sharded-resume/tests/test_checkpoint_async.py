@@ -146,6 +146,9 @@ class OneProcess(unittest.TestCase):
                 saver.save(states, self.parent / "bad", 1)
         self.assertIsNone(saver.wait())
         self.assertFalse((self.parent / "bad").exists())
+        for world_size in (0, -1, 2.0):
+            with self.assertRaisesRegex(CheckpointError, "world_size: expected a whole number of at least 1"):
+                AsyncSaver.of_one_process(world_size)
 
     def test_a_save_that_does_not_end_is_reported_and_goes_on(self):
         disk = GatedStorage("rename")

@@ -172,8 +172,9 @@ class PowerCutStorage(CrashingStorage):
     def after_power_cut(self, target):
         """Write every kind of disk that may be found into folders below `target`; yield them."""
         only_manifests = {name: inode for name, inode in self.names_now.items() if name.name == MANIFEST}
+        only_deletions = {name: inode for name, inode in self.names_safe.items() if name in self.names_now}
         possible = []
-        for names in (self.names_safe, self.names_now, self.names_safe | only_manifests):
+        for names in (self.names_safe, self.names_now, self.names_safe | only_manifests, only_deletions):
             for unsafe in ("lost", "zeros", "there"):
                 files = {name.relative_to(self.root): self.data(inode, unsafe) for name, inode in names.items()}
                 if files not in possible:
@@ -319,6 +320,14 @@ class LeftBehind(Interrupted):
         disk = CrashingStorage()
         save_sharded(NEW, parent / "step_5", 5, storage=disk)
         self.assertEqual(disk.log[:3], ["delete rank0.g1.bin", "delete rank1.g1.bin", "create rank0.g1.bin"])
+
+    def test_a_folder_in_the_place_of_the_manifest_is_refused_before_anything_is_written(self):
+        parent = self.prepare(("step_5", 5))
+        (parent / "step_6" / MANIFEST).mkdir(parents=True)
+        disk = CrashingStorage()
+        with self.assertRaisesRegex(CheckpointError, "step_6/manifest.json: a folder is in the place of the manifest"):
+            save_sharded(NEW, parent / "step_6", 6, storage=disk)
+        self.assertEqual(disk.log, [])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from bitwise import same, small_states
 from checkpoint import load_shard, save_sharded
 from manifest import CheckpointError
 from mesh_comm import MeshComm
+from restore import load_into
 from storage import CrashingStorage, Storage
 from virtual import VirtualCluster
 
@@ -114,6 +115,24 @@ class Live(unittest.TestCase):
             self.assertIn(part, messages[0])
         self.assertTrue(same(live, before), "something live has changed")
         self.assertEqual(set(calls), {2})
+
+    def test_live_states_on_some_ranks_only_are_refused_on_every_rank(self):
+        save_sharded(small_states(3), self.folder, 10, storage=CrashingStorage())
+        live = small_states(3, 50.0)
+        messages, calls = self.load([live[0], None, live[2]], world_size=3)
+        self.assertEqual(set(messages), {"into: given on some ranks only: [True, False, True]"})
+        self.assertEqual(set(calls), {1})
+        self.assertTrue(same(live, small_states(3, 50.0)))
+
+    def test_a_tensor_whose_elements_share_memory_cannot_be_filled(self):
+        saved = {"first": torch.ones(3), "wide": torch.arange(3.0)}
+        save_sharded([saved], self.folder, 10, storage=CrashingStorage())
+        live = {"first": torch.zeros(3), "wide": torch.zeros(1).expand(3)}
+        messages, _ = self.load([live], world_size=1)
+        self.assertIn("wide: cannot be filled: its elements share memory", messages[0])
+        with self.assertRaisesRegex(CheckpointError, "^wide: cannot be filled"):
+            load_into(live, saved)
+        self.assertTrue(same(live["first"], torch.zeros(3)))
 
     def test_a_damaged_header_anywhere_changes_nothing(self):
         save_sharded(small_states(2), self.folder, 10, storage=CrashingStorage())

@@ -76,7 +76,7 @@ class Manifest(Damaged):
         wrong = {
             "step": [-1, True, 10.0, "10", None, [10], float("nan")],
             "world_size": [0, -2, True, 2.0, 2.9, "2", None, 10**12],
-            "wall_clock_seconds": [float("nan"), float("inf"), -1, "0", None, True],
+            "wall_clock_seconds": [float("nan"), float("inf"), -1, "0", None, True, 10**400],
             "shards": [{}, None, "x", [], 3],
             "format": [2, True, "1", None, 1.0],
         }
@@ -309,6 +309,10 @@ class ShardFile(Damaged):
             "tensors[0].dtype: ['float32'] is not": {"dtype": ["float32"]},
             "tensors[0].shape: expected a list": {"shape": 2},
             "tensors[0].shape: expected a whole number": {"shape": [-1]},
+            "tensors[0].shape: no tensor is that large: [0, 4294967296, 4294967296]": {
+                "shape": [0, 2**32, 2**32],
+                "numel": 0,
+            },
             "tensors[0].numel: expected 3, found 2": {"shape": [3]},
             "tensors[0].numel: expected 2, found 1": {"numel": 1},
             "tensors[0].numel: expected a whole": {"numel": 2.0},

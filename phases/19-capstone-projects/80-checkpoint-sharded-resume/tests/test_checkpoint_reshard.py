@@ -234,6 +234,25 @@ class Refused(Saved):
             self.assertIn(part, message)
         self.refuse("per_rank: there is no 'nothing'", per_rank=["nothing", "own"])
 
+    def test_long_values_are_compared_to_their_end(self):
+        for long in ("x" * 80, 10**80, ["y" * 80]):
+            different = [[*long[:-1], "z"] if isinstance(long, list) else long, long + long]
+            self.save([{"setting": value} for value in different])
+            message = self.refuse("setting", "(name it in per_rank)")
+            self.assertLess(len(message), 250)
+        for first, second in [("x" * 80 + "1", "x" * 80 + "2"), (10**80, 10**80 + 1)]:
+            self.save([{"setting": first}, {"setting": second}])
+            self.refuse("setting: rank 0 has ", "(name it in per_rank)")
+
+    def test_arguments(self):
+        self.save([{"own": rank} for rank in range(2)])
+        for world_size in (0, -1, "2", 2.0, True):
+            self.refuse("world_size: expected a whole number of at least 1", world_size=world_size)
+        for layouts in ([], [[]], 3):
+            self.refuse("layouts: expected a list of 3, one a new rank", layouts=layouts)
+        loaded = load_resharded_all(self.folder, 3, per_rank=(key for key in ["own"]))
+        self.assertEqual([state["own"] for state in loaded], [[0, 1]] * 3)
+
     def test_layouts_that_do_not_fit(self):
         states = small_states(2)
         for state in states:

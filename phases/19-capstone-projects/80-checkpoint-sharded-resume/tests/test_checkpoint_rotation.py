@@ -135,6 +135,15 @@ class Rotation(unittest.TestCase):
         for step in (1, 2, 3):
             self.save(step)
 
+    def test_the_order_of_operations(self):
+        for step in (1, 2):
+            self.save(step)
+        disk = CrashingStorage()
+        rotate_checkpoints(self.parent, keep_last=1, storage=disk)
+        unpublish = ["rename manifest.deleted", "fsync folder step_1"]  # durable before a file is gone
+        deletions = ["delete rank0.bin", "delete rank1.bin", "delete manifest.deleted", "rmdir step_1"]
+        self.assertEqual(disk.log, [*unpublish, *deletions, f"fsync folder {self.parent.name}"])
+
     def test_saving_into_a_half_deleted_folder(self):
         self.fill()
         with self.assertRaises(Crash):

@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import io
 import json
+import re
 import sys
 import tempfile
 import unittest
@@ -87,6 +88,17 @@ class Recheck(InFolders):
             self.flip("rank1.bin", at)
         self.assertEqual(self.problems(fast=True), ["", ""])
 
+    def test_files_of_more_than_one_block(self):
+        self.folder = self.root / "large"
+        save_sharded([{"w": torch.arange(600_000.0)}], self.folder, 10, crc32=True, storage=CrashingStorage())
+        for fast in (False, True):
+            self.assertEqual(self.problems(fast=fast), [""])
+        for at in (1000, 1_500_000, -1):  # one in each block of 1 MB
+            self.flip("rank0.bin", at)
+            for fast in (False, True):
+                self.assertIn("mismatch", self.problems(fast=fast)[0])
+            self.flip("rank0.bin", at)
+
     def test_all_faults_are_listed(self):
         (self.folder / "rank0.bin").unlink()
         self.flip("rank1.bin")
@@ -133,9 +145,24 @@ class SecondTier(InFolders):
     def test_the_manifest_is_written_last(self):
         disk = CrashingStorage()
         copy_checkpoint(self.folder, self.root / "far", storage=disk)
-        self.assertEqual(disk.log[-2:], [f"rename {MANIFEST}", "fsync folder far"])
-        for rank in range(2):
-            self.assertIn(f"fsync rank{rank}.bin", disk.log)
+        operations = [re.sub(r"[.][0-9a-f]{32}", "", operation) for operation in disk.log]
+        of_ranks = [
+            [f"create {name}", f"write {name}", f"fsync {name}", "fsync folder far"]
+            for name in ("rank0.bin", "rank1.bin")
+        ]
+        temporary = f"{MANIFEST}.tmp"
+        of_manifest = [f"create {temporary}", f"write {temporary}", f"fsync {temporary}", f"rename {MANIFEST}"]
+        self.assertEqual(
+            operations,
+            [
+                "mkdir far",
+                f"fsync folder {self.root.name}",
+                *of_ranks[0],
+                *of_ranks[1],
+                *of_manifest,
+                "fsync folder far",
+            ],
+        )
 
     def test_a_copy_that_is_there_is_left_alone_and_a_different_one_replaced(self):
         far = self.root / "far"
@@ -262,7 +289,7 @@ class Safetensors(InFolders):
             (lambda: one.write_bytes((self.root / "b" / "rank0.safetensors").read_bytes()), "expected {'rank': 1"),
             (lambda: save_file(tensors, one, {"shard-80": "{"}), "rank1.safetensors: not valid JSON"),
             (lambda: save_file(tensors, one, {"shard-80": "{}"}), "missing key 'seconds'"),
-            (lambda: save_file(tensors, one), "expected {'rank': 1"),
+            (lambda: save_file(tensors, one), "rank1.safetensors: not written by `convert`"),
             (lambda: one.unlink(), "expected {'rank': 0"),
         ]
         for damage, message in cases:
@@ -276,6 +303,38 @@ class Safetensors(InFolders):
             from_safetensors(self.folder, self.root / "c")
         with self.assertRaisesRegex(CheckpointError, "nowhere: No such file"):
             from_safetensors(self.root / "nowhere", self.root / "c")
+
+    def test_crafted_metadata(self):
+        from safetensors.torch import save_file
+
+        tensor = {"dtype": "float32", "shape": [2], "offset": 0, "numel": 2}
+        header = {"rank": 0, "world_size": 1, "step": 0, "state": {"a": {"__tensor__": 0}}, "tensors": [tensor]}
+        empty = {**tensor, "shape": [0, 10**30], "offset": 8, "numel": 0}
+        one = self.root / "c" / "rank0.safetensors"
+        one.parent.mkdir()
+        for text, message in [
+            (json.dumps(header), ""),
+            ("\ud800", "surrogates not allowed"),
+            ([1], "header: expected a string"),
+            (json.dumps({**header, "state": {}}), "tensors[0]: missing, or not as the header says"),
+            (json.dumps({**header, "tensors": [tensor, empty]}), "tensors[1].shape: no tensor is that large"),
+            (
+                json.dumps({**header, "world_size": 2}),
+                "'world_size': 2, 'step': 0}, expected {'rank': 0, 'world_size': 1",
+            ),
+        ]:
+            save_file({"a": torch.ones(2)}, one, {"shard-80": json.dumps({"seconds": 1, "header": text})})
+            with self.subTest(message):
+                if not message:
+                    from_safetensors(one.parent, self.root / "good")
+                    continue
+                with self.assertRaises(CheckpointError) as caught:
+                    from_safetensors(one.parent, self.root / "bad")
+                self.assertIn(message, str(caught.exception))
+        for rank in range(2):
+            save_file({"a": torch.ones(2)}, one.with_name(f"rank{rank}.safetensors"))
+        with self.assertRaisesRegex(CheckpointError, "rank0.safetensors: not written by `convert`"):
+            from_safetensors(one.parent, self.root / "bad")
 
     def test_a_dtype_that_it_does_not_know(self):
         save_sharded([{"z": torch.tensor([1 + 2j], dtype=torch.complex128)}], self.root / "a", 7)
@@ -319,6 +378,12 @@ class Tool(InFolders):
         code, out, _ = self.tool("show", self.root, "--json")
         self.assertEqual([(c["step"], c["folder"], c["ranks"]) for c in json.loads(out)["checkpoints"]],
                          [(9, "step_9", 1), (10, "step_10", 2)])  # fmt: skip
+
+    def test_names_that_would_steer_the_terminal_are_shown_escaped(self):
+        save_sharded([{"\ud800\x1b[31m": torch.ones(2)}], self.root / "odd", 1)
+        code, out, _ = self.tool("show", self.root / "odd")
+        self.assertEqual(code, 0)
+        self.assertIn(r"\ud800\x1b[31m", out)
 
     def test_verify(self):
         for options, method in [((), "sha256"), (("--fast",), "crc32")]:
