@@ -188,11 +188,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=demo.positive, help=f"optimizer steps (default: {STEPS}; {TEXT_STEPS} of text)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on the characters of a text file")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
+    parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
     parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
     args = demo.parse(parser, lesson=81)
     args.steps = args.steps or (TEXT_STEPS if args.text else STEPS)
     if not args.resume and args.steps <= CHECKPOINT_STEP:
         parser.error(f"--steps must be more than {CHECKPOINT_STEP}, the step of the checkpoint, got {args.steps}")
+    if args.ladder and under_torchrun():
+        parser.error("--ladder starts its own ranks: run it without torchrun")
     if args.inject_nan and args.inject_nan > args.steps:
         parser.error(f"--inject-nan {args.inject_nan}: there are only {args.steps} steps")
     return args
@@ -246,6 +249,10 @@ def main() -> int:
         from e2e_bench import bench  # 81: beside torch's own
 
         return bench(args)
+    if args.ladder:
+        import ladder  # 81: any combination of parallelism is the same run
+
+        return ladder.main(["--quick"])
     try:
         return demonstrate(args)
     except (ValueError, NonFiniteError) as error:  # a text or a checkpoint that is none; under torchrun, the ranks' own

@@ -57,6 +57,25 @@ if __name__ == "__main__":
 """
 
 
+class TestTheLadder(unittest.TestCase):
+    def test_the_chosen_dozen(self):
+        with mock.patch("ladder.main", return_value=7) as climbed:
+            with mock.patch.object(sys, "argv", ["main.py", "--ladder"]):
+                self.assertEqual(main_81.main(), 7)
+        climbed.assert_called_once_with(["--quick"])
+
+    def test_not_under_torchrun(self):
+        told = io.StringIO()
+        with (
+            mock.patch.object(main_81, "under_torchrun", lambda: True),
+            mock.patch.object(sys, "argv", ["main.py", "--ladder"]),
+            contextlib.redirect_stderr(told),
+            self.assertRaises(SystemExit),
+        ):
+            main_81.main()
+        self.assertIn("run it without torchrun", told.getvalue())
+
+
 class TestRunE2E(unittest.TestCase):
     """On processes: the run that everyone can call."""
 

@@ -26,7 +26,7 @@ from tied import TiedWeight
 from train import NonFiniteError
 from virtual import VirtualCluster
 
-SHORT = Recipe(steps=6, warmup=2)  # the last step's window is a partial one
+SHORT = Recipe(steps=4, warmup=2)  # the last step's window is a partial one
 TIED = replace(SHORT, tied=True)
 
 
@@ -68,6 +68,22 @@ class TestGolden(unittest.TestCase):
         losses = F.cross_entropy(SHORT.build()(tokens).flatten(0, 1), targets.flatten(), reduction="none")
         kept = targets.flatten() != IGNORED
         self.assertAlmostEqual(golden(SHORT, 1, "float32")[0]["loss"], losses[kept].double().mean().item(), places=6)
+
+
+class TestAccumulation(unittest.TestCase):
+    """Microbatches of unequal token counts, a last window of fewer: one divisor, known before the first backward."""
+
+    def test_4_microbatches_are_one_big_batch(self):
+        recipe = replace(SHORT, last_rows=7)  # 2 microbatches of 4 rows, of which one is padding
+        whole, parts = (run(f"zero1 {m} float64", recipe)[0]["rows"] for m in ("m1", "m4"))
+        for step, (a, b) in enumerate(zip(whole, parts, strict=True), 1):
+            self.assertAlmostEqual(a["loss"], b["loss"], places=12, msg=f"step {step}")
+            for x, y in zip(a["squares"], b["squares"], strict=True):
+                self.assertAlmostEqual(x, y, places=12, msg=f"step {step}")
+
+    def test_microbatches_have_other_numbers_of_tokens(self):
+        _, targets = Reader(SHORT).batch(1)
+        self.assertGreater(len({(part != IGNORED).sum().item() for part in targets.split(6)}), 2)
 
 
 class TestChosenPlans(unittest.TestCase):
