@@ -1,4 +1,4 @@
-"""The course's one command line: list, run, test, check, catalog, ladder, checkpoint."""
+"""The course's one command line: list, run, test, check, catalog, ladder, checkpoint, memory."""
 
 import argparse
 import json
@@ -36,6 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
     test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
     test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
+    needs = add(
+        "memory", memory, "bytes that each ZeRO stage needs on a rank; by default for 7B, 70B, 1T on 8-1,024 ranks"
+    )
+    needs.add_argument("--params", metavar="P", help="number of parameters: 7e9 or 7B")
+    needs.add_argument("--ranks", metavar="N", help="number of ranks")
+    needs.add_argument("--dtype", metavar="D", help="dtype of the parameters: bf16, fp16 or fp32 (default: bf16)")
+    needs.add_argument("--json", action="store_true", help="print bytes as JSON")
     add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
     writing = add("catalog", write_catalog, "write catalog.json from the lessons")
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
@@ -107,6 +114,13 @@ def checkpoint(course: Course, args: argparse.Namespace) -> int:
     for name in ("to", "step"):
         options += [] if getattr(args, name) is None else [f"--{name}", str(getattr(args, name))]
     return become_module(course, "80", "checkpoint_tools.py", [args.job, args.folder, *options])
+
+
+def memory(course: Course, args: argparse.Namespace) -> int:
+    """What `memory_calculator` of lesson 78 prints."""
+    given = {name: getattr(args, name) for name in ("params", "ranks", "dtype")}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return become_module(course, "78", "memory_calculator.py", [*options, *(["--json"] if args.json else [])])
 
 
 def climb(course: Course, args: argparse.Namespace) -> int:

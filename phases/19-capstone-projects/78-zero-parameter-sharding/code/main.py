@@ -181,7 +181,12 @@ def main() -> int:
     parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
     parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a unit (default: 100)")
     parser.add_argument("--stages", action="store_true", help="with --bench: stages 2 and 3 beside FSDP2")
+    parser.add_argument("--memory", action="store_true", help="bytes of DDP and of stages 1 to 3, and their peaks")
     args = demo.parse(parser, lesson=78)
+    if args.memory:
+        from memory_demo import report  # 78: predicted and measured
+
+        return report(args)
     if args.bench and args.size:
         from zero_gpu_bench import bench  # 78: GPT-2 on GPUs, against torch's own
 

@@ -73,6 +73,34 @@ def live_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
+def unit_bytes(units: list[tuple[int, int]], world_size: int, stage: int) -> dict[str, int]:
+    """Return bytes a rank holds for flat units, each given as (elements, bytes an element): a sum over units.
+
+    A unit is padded to N equal chunks of ceil(elements / N). State is fp32, or wider if the parameters are. Parameters
+    of that width are their own masters; in stage 3 masters are all there is of parameters, and count as these. Stage 0,
+    data parallelism, has neither chunks nor padding. Without fleeting memory: after backward, outside of blocks.
+    """
+    held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for numel, size in units:
+        state, chunk = max(4, size), shard_bounds(numel, world_size, 0)[2]
+        whole, share = (chunk * world_size, chunk) if stage else (numel, numel)
+        held["parameters"] += state * chunk if stage == 3 else size * whole
+        held["gradients"] += size * (chunk if stage >= 2 else whole)
+        held["optimizer"] += (2 * state + (state if size < state and stage != 3 else 0)) * share
+    return held
+
+
+def held_tensors(slots: list, shards: list) -> dict[str, list[torch.Tensor]]:
+    """Return all tensors that a `ZeroOptimizer` and its module hold now, by what they are; views of each other, too."""
+    params = [slot.param for slot in slots if not is_absent(slot.param)]
+    grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
+    return {
+        "parameters": [t for s in shards for t in (s.params, s.unit.data)] + params,
+        "gradients": [t for s in shards for t in (s.grad, s.unit.memory)] + grads,
+        "optimizer": [tensor for shard in shards for tensor in shard.own_tensors()],
+    }
+
+
 def held_bytes(slots: list, shards: list) -> dict[str, tuple[int, int]]:
     """Return (logical, live) bytes of parameters, gradients and optimizer state that a `ZeroOptimizer` holds now.
 
@@ -80,12 +108,10 @@ def held_bytes(slots: list, shards: list) -> dict[str, tuple[int, int]]:
     shards, and behind the module's own tensors; none of what is not there now. In stage 3 the masters are what there is
     of the parameters.
     """
-    units = [shard.unit for shard in shards]
-    params = [slot.param for slot in slots if not is_absent(slot.param)]
-    grads = [slot.param.grad for slot in slots if slot.param.grad is not None]
-    kept = {
-        "parameters": ([s.params if s.stage >= 3 else s.unit.data for s in shards], [u.data for u in units] + params),
-        "gradients": ([s.grad if s.stage >= 2 else s.unit.grad for s in shards], [u.memory for u in units] + grads),
-        "optimizer": ([tensor for shard in shards for tensor in shard.own_tensors()], []),
+    share = {
+        "parameters": [s.params if s.stage >= 3 else s.unit.data for s in shards],
+        "gradients": [s.grad if s.stage >= 2 else s.unit.grad for s in shards],
+        "optimizer": [tensor for shard in shards for tensor in shard.own_tensors()],
     }
-    return {name: (logical_bytes(share), live_bytes(share + others)) for name, (share, others) in kept.items()}
+    held = held_tensors(slots, shards)
+    return {name: (logical_bytes(share[name]), live_bytes(held[name])) for name in share}

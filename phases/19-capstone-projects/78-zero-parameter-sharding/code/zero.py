@@ -17,7 +17,7 @@ from flat import plan_units, sync_module, trainable_parameters
 from gathering import Gathering
 from gradients import Gradients
 from groups import group_facts, split_groups
-from memory import check_whole, held_bytes, logical_bytes
+from memory import check_whole, held_bytes, held_tensors, logical_bytes
 from mesh import must_agree
 from overlap import cap_bytes
 from routes import gather_from_shards
@@ -264,6 +264,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tensors too: they equal the logical ones only if nothing is held twice.
         """
         return held_bytes(self._slots, self.shards)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Return all tensors there are now of parameters, gradients and optimizer state; views of each other, too."""
+        return held_tensors(self._slots, self.shards)
 
     def layout(self) -> list[dict]:
         """Return which elements [start, end) of each flat unit this rank's state holds; padding is left out."""
