@@ -1,6 +1,7 @@
-"""Lesson 78: Adam whose state is cut into N shards: the training of one process, in a fraction of its memory."""
+"""Lesson 78: Adam, then gradients and parameters, cut into N shards: one process's training in a part of its memory."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
@@ -14,7 +15,7 @@ from flat import (  # 77: flat buffers whose views are the parameters
     gather_flat_params,
     scatter_flat_to_params,
 )
-from memory import memory_table, model_state_bytes, shard_bounds  # 78: what the formulas say
+from memory import STAGES, memory_table, shard_bounds, unit_bytes  # 78: what the formulas say
 from ranks import run_ranks  # 76: N processes and their results
 from torch.optim.adam import adam  # PyTorch's own, to compare with
 from toy import MiniMLP, global_batch, rank_slice  # 77: a small model and its data
@@ -41,29 +42,47 @@ def mse(module, batch, rank, world_size):
     return torch.nn.functional.mse_loss(module(x), y)
 
 
-def train(rank: int, world_size: int, steps: int, seed: int = SEED) -> dict:
+def train(rank: int, world_size: int, steps: int, seed: int = SEED, stage: int = 1) -> dict:
     """Be one rank: begin with a model of its own seed (the optimizer makes all equal), take `steps` steps."""
     comm = TorchComm()
     module = MiniMLP(seed=seed + rank).to(comm.device)
-    optimizer = ZeroOptimizer(module, world_size, rank, LR, comm=comm, fused=False)  # on a GPU, too: bits are compared
-    shard = optimizer.shards[0]
-    log = {"losses": [], "grads": [], "params": [gather_flat_params(module)]}
+    settings = {"fused": False, "stage": stage}  # not fused on a GPU, too: bits are compared
+    optimizer = ZeroOptimizer(module, world_size, rank, LR, comm=comm, **settings)
+    log = {"losses": [], "grads": [], "params": [read(module, optimizer)], "calls": Counter(), "bytes": Counter()}
     for step in range(steps):
+        before = comm.counters.calls.copy(), comm.counters.bytes.copy()
         loss = mse(module, global_batch(step, ROWS * world_size, seed=seed), rank, world_size)
         loss.backward()
+        held = optimizer.memory()
         optimizer.reduce_gradients()  # step() would do it: here, to look at the mean gradient first
-        log["grads"].append(shard.grad.clone())
+        log["grads"].append([shard.grad.clone() for shard in optimizer.shards])
         optimizer.step()
         optimizer.zero_grad()
+        log["calls"] += comm.counters.calls - before[0]
+        log["bytes"] += comm.counters.bytes - before[1]
         log["losses"].append(loss.item())
-        log["params"].append(gather_flat_params(module))
+        log["params"].append(read(module, optimizer))
     return log | {
-        "state": optimizer.state_dict()["state"]["unit0"],
+        "state": [{name: t.clone() for name, t in shard.tensors().items()} for shard in optimizer.shards],
+        "places": [[(slot.name, slot.start, slot.end) for slot in unit.slots] for unit in optimizer.units],
         "shard_bytes": optimizer.shard_bytes(),
         "memory": optimizer.memory(),
-        "calls": comm.counters.calls,
-        "bytes": comm.counters.bytes,
+        "after backward": held,
     }
+
+
+def read(module, optimizer) -> torch.Tensor:
+    """Return a copy of all parameters, which stage 3 has to gather for that."""
+    with optimizer.gathered():
+        return gather_flat_params(module)
+
+
+def whole(logs: list, part) -> torch.Tensor:
+    """Put together what all ranks' shards hold; `part(log)` gives a tensor a unit. In the module's order, unpadded."""
+    units, found = [torch.cat(each) for each in zip(*(part(log) for log in logs), strict=True)], {}
+    for flat, places in zip(units, logs[0]["places"], strict=True):
+        found |= {name: flat[start:end] for name, start, end in places}
+    return torch.cat([found[name] for name, _ in MiniMLP().named_parameters()])
 
 
 def run_zero(world_size: int, steps: int, backend: str = "gloo") -> dict:
@@ -125,24 +144,24 @@ def check_bits(claims: demo.Claims, logs: list) -> None:
 
 def check_gradients(claims: demo.Claims, logs: list, seed: int, device: str) -> None:
     """The shards' gradients are the mean over ranks. Adam would hide a sum: it divides a common factor out."""
-    module, total, within = MiniMLP(seed=seed).to(device), logs[0]["params"][0].numel(), []
+    module, within = MiniMLP(seed=seed).to(device), []
     for step in range(len(logs[0]["grads"])):
         scatter_flat_to_params(module, logs[0]["params"][step])
         mean, bound = mean_gradient(module, step, len(logs), seed)
-        shards = torch.cat([log["grads"][step] for log in logs])[:total]  # without the padding
+        shards = whole(logs, lambda log, step=step: log["grads"][step])
         within.append(bool(((shards - mean).abs() <= bound).all()))
     claims.check("gradients are the mean over ranks, within 2(N-1) eps sum|g|/N", all(within))
 
 
 def check_adam(claims: demo.Claims, logs: list, device: str) -> None:
     """Fed the ranks' own mean gradients, torch's Adam gives the same bits: sharding moves state, not arithmetic."""
-    total = logs[0]["params"][0].numel()
     optimizer, equal = TorchAdam(logs[0]["params"][0].to(device)), True
     for step in range(len(logs[0]["grads"])):
-        grad = torch.cat([log["grads"][step] for log in logs])[:total].to(device)
+        grad = whole(logs, lambda log, step=step: log["grads"][step]).to(device)
         equal &= torch.equal(optimizer.step(grad).cpu(), logs[0]["params"][step + 1])
-    for name, whole in zip(("exp_avg", "exp_avg_sq"), optimizer.moments, strict=True):
-        equal &= torch.equal(torch.cat([log["state"][name] for log in logs]), whole.cpu())
+    for name, theirs in zip(("exp_avg", "exp_avg_sq"), optimizer.moments, strict=True):
+        ours = whole(logs, lambda log, name=name: [state[name] for state in log["state"]])
+        equal &= torch.equal(ours, theirs.cpu())
     claims.check("sharded Adam = torch's Adam on the same gradients, bit for bit, moments too", equal)
 
 
@@ -154,29 +173,49 @@ def check_against_torch(claims: demo.Claims, logs: list, seed: int, device: str)
     claims.check("parameters follow torch's Adam in one process", max(worst) < 2e-6, f"max |a-b| = {max(worst):.2g}")
 
 
-def check_cost(claims: demo.Claims, logs: list) -> None:
-    """Bytes held and bytes sent are the formulas'."""
-    world_size, steps, total = len(logs), len(logs[0]["losses"]), logs[0]["params"][0].numel()
-    chunk = shard_bounds(total, world_size, 0)[2]
-    state, held = (model_state_bytes(total, world_size, stage=1, master=m)["optimizer"] for m in (True, False))
-    rows = [[rank, log["shard_bytes"], state, *log["memory"]["optimizer"], held] for rank, log in enumerate(logs)]
-    columns = ["rank", "state", "12 ceil(P/N)", "beside the parameters", "live storages", "8 ceil(P/N)"]
-    demo.table(columns, rows, "bytes of optimizer state; fp32 parameters are their own master")
+def check_memory(claims: demo.Claims, logs: list, stage: int) -> None:
+    """Bytes held after backward are the formulas', counted from live storages; after a step gradients are gone."""
+    sizes = [places[-1][2] for places in logs[0]["places"]]
+    expected = unit_bytes([(numel, 4) for numel in sizes], len(logs), stage)
+    rows = [[what, logs[0]["after backward"][what][1], expected[what]] for what in expected]
+    title = f"bytes on rank 0 after backward, {STAGES[stage]}; fp32 parameters are their own master"
+    demo.table(["", "live storages", "formula"], rows, title)
     demo.say()
-    exact = all(row[1] == row[2] and row[3] == row[4] == row[5] for row in rows)
-    claims.check("optimizer state is 12 ceil(P/N) bytes a rank, 8 of them beside the parameters, live too", exact)
-    calls, sent = logs[0]["calls"], logs[0]["bytes"]
-    once = calls["reduce_scatter"] == calls["all_gather"] == steps
-    padded = 4 * chunk * world_size * steps
-    claims.check("one reduce-scatter and one all-gather a step", once, f"{steps} steps")
-    same = sent["reduce_scatter"] == sent["all_gather"] == padded
-    claims.check("each of 4P bytes, padded to N chunks", same, f"{sent['all_gather']:,} = {padded:,} in all")
+    exact = all(log["after backward"][what] == (size,) * 2 for log in logs for what, size in expected.items())
+    claims.check("parameters, gradients and state are the formulas', logical and live, on every rank", exact)
+    chunks = sum(shard_bounds(numel, len(logs), 0)[2] for numel in sizes)
+    state = all(log["shard_bytes"] == 12 * chunks for log in logs)
+    beside = all(log["memory"]["optimizer"][1] == 12 * chunks - 4 * chunks for log in logs)
+    claims.check("optimizer state is 12 ceil(P/N) bytes a rank, 8 of them beside the parameters", state and beside)
+    if stage > 1:
+        freed = all(log["memory"]["gradients"][1] == 0 for log in logs)
+        claims.check("gradients are freed, not zeroed: none has memory after a step", freed)
+
+
+def check_cost(claims: demo.Claims, logs: list, stage: int) -> None:
+    """Collectives and bytes sent are the formulas'. All of MiniMLP is in blocks: its root has no unit."""
+    world_size, steps, calls, sent = len(logs), len(logs[0]["losses"]), logs[0]["calls"], logs[0]["bytes"]
+    sizes = [places[-1][2] for places in logs[0]["places"]]
+    gathers = 2 if stage == 3 else 1
+    once = calls["reduce_scatter"] == steps * len(sizes) and calls["all_gather"] == gathers * steps * len(sizes)
+    words = {
+        1: "one reduce-scatter and one all-gather a step",
+        2: "one reduce-scatter and one all-gather a unit and step",
+        3: "one reduce-scatter and two all-gathers a block and step",
+    }
+    claims.check(words[stage], once, f"{steps} steps, {len(sizes)} unit{'s' * (len(sizes) > 1)}")
+    padded = 4 * world_size * steps * sum(shard_bounds(numel, world_size, 0)[2] for numel in sizes)
+    same = sent["reduce_scatter"] == padded and sent["all_gather"] == gathers * padded
+    times = "" if gathers == 1 else ", gathered twice"
+    detail = f"{sent['all_gather']:,} = {gathers * padded:,} in all"
+    claims.check(f"each of 4P bytes, padded to N chunks{times}", same, detail)
 
 
 def main() -> int:
     """Run the demonstration; return the exit code."""
     parser = demo.parser(__doc__)
     parser.add_argument("--steps", type=demo.positive, default=10, help="training steps (default: 10)")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=1, help="stage of ZeRO (default: 1)")
     parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
     parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
     parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a unit (default: 100)")
@@ -201,17 +240,18 @@ def main() -> int:
         return bench(args)
     device = "cuda" if args.backend == "nccl" else "cpu"
     claims = demo.Claims()
-    logs = run_ranks(train, args.world_size, args.steps, args.seed, backend=args.backend)
+    logs = run_ranks(train, args.world_size, args.steps, args.seed, args.stage, backend=args.backend)
     check_bits(claims, logs)
     check_gradients(claims, logs, args.seed, device)
     check_adam(claims, logs, device)
     check_against_torch(claims, logs, args.seed, device)
-    check_cost(claims, logs)
+    check_memory(claims, logs, args.stage)
+    check_cost(claims, logs, args.stage)
     demo.say()
     total = logs[0]["params"][0].numel()
     demo.say(f"model state of P = {total:,} parameters in fp32 on {args.world_size} ranks, masters apart")
     demo.say(memory_table(total, args.world_size))
-    return claims.verdict(f"ZeRO-1 on {args.world_size} ranks is Adam in one process")
+    return claims.verdict(f"{STAGES[args.stage]} on {args.world_size} ranks is Adam in one process")
 
 
 if __name__ == "__main__":

@@ -106,18 +106,19 @@ class TestDemo(unittest.TestCase):
         commands = {n: [MAIN, "--world-size", n] for n in (2, 3, 4)}
         commands[1] = ["-c", ONE_RANK]
         commands["torchrun"] = [*TORCHRUN, MAIN, "--steps", 3]
+        commands |= {f"stage {stage}": [MAIN, "--stage", stage, "--steps", 3] for stage in (2, 3)}
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
             commands["sums"] = [changed_copy(folder, *MUTANTS["sum instead of mean"][:2]), "--steps", 2]
             runs = pool.map(lambda command: python(*command), commands.values())
             cls.runs = dict(zip(commands, runs, strict=True))
 
     def test_every_claim_holds(self):
-        for name in (1, 2, 3, 4, "torchrun"):
+        for name, claims in {1: 8, 2: 8, 3: 8, 4: 8, "torchrun": 8, "stage 2": 9, "stage 3": 9}.items():
             with self.subTest(name):
                 run = self.runs[name]
                 self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
-                self.assertIn("-- 7 of 7 claims hold", run.stdout)
-                self.assertEqual((run.stdout.count("\nok "), run.stdout.count("FAIL")), (7, 0))
+                self.assertIn(f"-- {claims} of {claims} claims hold", run.stdout)
+                self.assertEqual((run.stdout.count("\nok "), run.stdout.count("FAIL")), (claims, 0))
 
     def test_a_claim_that_fails_ends_with_1(self):
         self.assertEqual(self.runs["sums"].returncode, 1)
@@ -133,7 +134,7 @@ class TestDemo(unittest.TestCase):
         self.assertIn("drop: 45.0%", self.runs[4].stdout)
 
 
-GATHER = "comm.all_gather(unit.data, mine, async_op=True)"
+GATHER = "comm.all_gather(unit.data, shard.params, async_op=True)"
 MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim that must fail
     "sum instead of mean": (
         "routes.py",
@@ -178,10 +179,53 @@ MUTANTS = {  # what a wrong optimizer would do: changes of a file, and the claim
 }
 
 
+IMPORTERS = ("shard.py", "routes.py", "gradients.py", "gathering.py", "zero.py")
+SETTLED = "            work.wait()\n            release(unit.memory)\n"
+LEFT = "            self.trail.append(call)\n        for number in"
+STAGE_MUTANTS = {  # of stages 2 and 3: stage, file, changes, the claim that must fail
+    "gradients zeroed, not freed": (
+        2,
+        "gradients.py",
+        {SETTLED: SETTLED.replace("release(unit.memory)", "unit.memory.zero_()")},
+        "parameters, gradients and state are the formulas'",
+    ),
+    "shards kept after the step": (
+        2,
+        "gradients.py",
+        {"                release(shard.unit.memory)\n                release(shard.grad)\n": "                pass\n"},
+        "gradients are freed, not zeroed",
+    ),
+    "the first parameter of a unit forgotten": (
+        2,
+        "gradients.py",
+        {"for index, slot in enumerate(unit.slots):": "for index, slot in enumerate(unit.slots[1:], 1):"},
+        "gradients are the mean over ranks",
+    ),
+    "blocks kept between forward and backward": (
+        3,
+        "gathering.py",
+        {LEFT: LEFT + " () and"},
+        "two all-gathers a block and step",
+    ),
+    "parameters kept after backward": (
+        3,
+        "gathering.py",
+        {"        self.at_work.clear()\n        self.free_all()\n": "        self.at_work.clear()\n"},
+        "parameters, gradients and state are the formulas'",
+    ),
+    "parameters not gathered anew after the step": (
+        3,
+        "gathering.py",
+        {"        if self.open:\n            return\n        for work": "        return\n        for work"},
+        "torch's Adam on the same gradients",
+    ),
+}
+
+
 def mutant(file: str, changes: dict[str, str]):
     """Return the ZeroOptimizer of code in which one file is changed."""
     modules = {}
-    for name in dict.fromkeys((file, "shard.py", "routes.py", "gradients.py", "zero.py")):  # who imports comes later
+    for name in dict.fromkeys((file, *IMPORTERS)):  # who imports comes later
         source = (LESSON / "code" / name).read_text()
         modules[name] = types.ModuleType(name[:-3])
         with mock.patch.dict(sys.modules, {each[:-3]: module for each, module in modules.items()}):
@@ -203,6 +247,42 @@ class TestMutants(unittest.TestCase):
             with self.subTest(name):
                 self.assertEqual(code, 1, output)
                 self.assertTrue(any(claim in line for line in failed), failed)
+
+    def test_those_of_stages_2_and_3_too(self):
+        for stage in ("2", "3"):
+            code, output = run_virtually(main_78.ZeroOptimizer, "--steps", "3", "--stage", stage)
+            self.assertEqual((code, output.count("FAIL")), (0, 0), output)
+        for name, (stage, file, changes, claim) in STAGE_MUTANTS.items():
+            code, output = run_virtually(mutant(file, changes), "--steps", "3", "--stage", str(stage))
+            failed = [line for line in output.splitlines() if line.startswith("FAIL")]
+            with self.subTest(name):
+                self.assertEqual(code, 1, output)
+                self.assertTrue(any(claim in line for line in failed), failed)
+
+
+class TestMemoryReport(unittest.TestCase):
+    def test_every_claim_holds(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run = python(MAIN, "--memory", "--world-size", 2, "--out", folder)
+            self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+            self.assertIn("-- 4 of 4 claims hold", run.stdout)
+            self.assertGreater(Path(folder, "memory.png").stat().st_size, 1000)
+
+
+class TestStagesBench(unittest.TestCase):
+    def test_it_compares_with_fsdp2(self):
+        """With a model small enough for a test; the numbers mean nothing then."""
+        small = {"PAIRS = 11": "PAIRS = 6", "TARGET = 1.6": "TARGET = 0"}
+        with tempfile.TemporaryDirectory() as folder:
+            main = changed_copy(folder, "zero_stages_bench.py", small)
+            bench = main.parent / "zero_bench.py"
+            changes = {'"dim": 288': '"dim": 24', '"blocks": 10': '"blocks": 1'}
+            bench.write_text(changed(bench.read_text(), changes))
+            run = python(main, "--bench", "--stages", "--world-size", 2)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        self.assertIn("-- 5 of 5 claims" if why_not() is None else "-- 1 of 1 claims", run.stdout)
+        for name in ("ours, stage 2, gloo", "ours, stage 3, gloo", "FSDP2, default", "FSDP2, keeps parameters, tuned"):
+            self.assertIn(f"\n{name} ", run.stdout)
 
 
 class TestBench(unittest.TestCase):
