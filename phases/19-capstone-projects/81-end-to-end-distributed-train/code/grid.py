@@ -32,6 +32,16 @@ class Grid:
         self.place = dict(zip(AXES, (places == comm.rank).nonzero()[0].tolist(), strict=True))
         self.dp, self.pp, self.tp = (comm.split(self._first_neighbour(places, axis)) for axis in AXES)
 
+    def split_row(self, axis: str, color: int) -> Comm:
+        """Return the ranks of this rank's row along an axis that gave the same color. All ranks of the grid call it.
+
+        Not `split` of the row's own communicator: a torch.distributed group is made by all ranks together, also by
+        those that will not be in it, and several rows that make their own at once would wait for each other.
+        """
+        check_whole("color", color, least=0)
+        places = torch.arange(self.world.world_size).view(*self.sizes.values())
+        return self.world.split(self._first_neighbour(places, axis) + self.world.world_size * color)
+
     def _first_neighbour(self, places: torch.Tensor, axis: str) -> int:
         """Return the first rank of this rank's row along an axis: a number that all ranks of the row share."""
         return places[tuple((self.place | {axis: 0}).values())].item()

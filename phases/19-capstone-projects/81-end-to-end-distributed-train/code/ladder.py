@@ -80,6 +80,13 @@ def fits(plan: Plan, recipe: Recipe) -> bool:
     return True
 
 
+def check_comparable(plan: Plan, recipe: Recipe) -> None:
+    """Raise ValueError unless the recipe's model can be cut so and there is a bound for what comes out."""
+    plan.check(recipe)
+    if recipe.tied and plan.dtype == "bfloat16":
+        raise ValueError("bfloat16 with a tied matrix: its norms leave those of fp32 by a third, and no bound is known")
+
+
 @cache
 def golden(recipe: Recipe, microbatches: int, dtype: str) -> list[dict]:
     """Return the golden run, computed once. That of bfloat16 is the one in fp32."""
@@ -231,10 +238,11 @@ def main(argv: list[str] | None = None) -> int:
     """Climb; return 1 if a plan is not what it must be, 2 if one cannot be run."""
     args = parse_arguments(argv)
     recipe = Recipe(tied=args.tied, steps=args.steps)
-    plans = args.only or (CHOSEN if args.quick else all_plans(recipe))
+    chosen = [plan for plan in CHOSEN if not (recipe.tied and plan.dtype == "bfloat16")]
+    plans = args.only or (chosen if args.quick else all_plans(recipe))
     try:
         for plan in plans:
-            plan.check(recipe)
+            check_comparable(plan, recipe)
     except ValueError as error:
         print(f"ladder: {error}", file=sys.stderr)
         return 2

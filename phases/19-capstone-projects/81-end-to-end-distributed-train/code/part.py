@@ -17,6 +17,13 @@ from tied import TiedWeight
 from zero import ZeroOptimizer
 
 
+class _Row:
+    """A pipeline's ranks, for whom `split` is a split of the whole grid."""
+
+    def __init__(self, grid: Grid):
+        self.rank, self.agree, self.split = grid.pp.rank, grid.pp.agree, lambda color: grid.split_row("pp", color)
+
+
 class Part:
     """What a rank holds and runs. All ranks of the grid make one.
 
@@ -45,7 +52,7 @@ class Part:
         """Join the embedding of the first stage and the head of the last (lesson 79)."""
         copies = {"embedding.tokens.weight", "head.head.weight"}
         held = [param for name, param in self.stage.named_parameters() if name in copies]
-        return TiedWeight(held[0] if held else None, self.grid.pp)
+        return TiedWeight(held[0] if held else None, _Row(self.grid))
 
     def _make_optimizer(self):
         if self.plan.zero == 0:

@@ -63,6 +63,25 @@ class TestGrid(unittest.TestCase):
         self.assertEqual(VirtualCluster(3).run(run), [(3, 1, 1)] * 3)
 
 
+def split_rows(rank, world_size):
+    """In a grid of 2 x 3 x 1: who is with this rank when the ends of each pipeline split from its middle?"""
+    grid = Grid(TorchComm(), 2, 3, 1)
+    return grid.split_row("pp", int(grid.place["pp"] == 1)).agree(rank)
+
+
+class TestSplitRow(unittest.TestCase):
+    def test_rows_that_are_split_at_the_same_time_do_not_wait_for_each_other(self):
+        expected = [[0, 2], [1], [0, 2], [3, 5], [4], [3, 5]]
+        self.assertEqual(run_ranks(split_rows, 6, timeout=120), expected)
+
+    def test_color(self):
+        def run(mesh):
+            with self.assertRaisesRegex(ValueError, "color must be a whole number of at least 0"):
+                Grid(MeshComm(mesh), 2).split_row("dp", -1)
+
+        VirtualCluster(2).run(run)
+
+
 class TestRefusals(unittest.TestCase):
     def refused(self, message, world_size, *sizes):
         def run(mesh):

@@ -115,8 +115,8 @@ class TestChosenPlans(unittest.TestCase):
             self.assertEqual(rung.sent, rung.sent_predicted)
 
     def test_processes(self):
-        for text in ("dp2 zero3 m2", "pp2 tp2 m2"):
-            rung = climb(parse_plan(text), replace(SHORT, steps=3), processes=True)
+        for text, tied in (("dp2 zero3 m2", False), ("pp2 tp2 m2", True)):
+            rung = climb(parse_plan(text), replace(SHORT, steps=3, tied=tied), processes=True)
             self.assertEqual((rung.faults, rung.where), ([], "processes"))
             self.assertEqual(rung.sent, rung.sent_predicted)
 
@@ -124,7 +124,7 @@ class TestChosenPlans(unittest.TestCase):
         plan = parse_plan("dp2 pp2 tp2 zero1 m2")
         recipe, found = replace(SHORT, steps=2), []
         for seed in range(3):
-            cluster = VirtualCluster(plan.world_size, seed)
+            cluster = VirtualCluster(plan.world_size, seed, buffered=seed > 0)
             logs = cluster.run(lambda mesh: grid_train.train_on_grid(MeshComm(mesh), plan, recipe))
             found.append([row["squares"] for row in logs[0]["rows"]])
         self.assertEqual(found[0], found[1])
@@ -341,6 +341,7 @@ class TestCommand(unittest.TestCase):
             (["--only", "zero7"], "zero must be from 0 to 3"),
             (["--only", "tp3"], "4 heads cannot be shared by 3"),
             (["--steps", "0"], "at least 1"),
+            (["--tied", "--only", "zero1 bfloat16"], "no bound is known"),
         ]:
             code, _, err = self.main(*argv)
             self.assertEqual(code, 2)
