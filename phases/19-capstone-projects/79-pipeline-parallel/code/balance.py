@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import accumulate
+from numbers import Real
 
 import torch
 from instructions import check_sizes
@@ -29,7 +30,7 @@ def balanced_bounds(times: Sequence[float], num_stages: int) -> list[tuple[int, 
     """
     equal_bounds(len(times), num_stages)  # refuses bad sizes
     for layer, seconds in enumerate(times):
-        if isinstance(seconds, bool) or not 0 <= seconds < float("inf"):
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds < float("inf"):
             raise ValueError(f"layer {layer} takes {seconds!r}: times must be at least 0")
     until = [*accumulate(times, initial=0)]  # the time of the first `end` layers
     best = {0: (0, [])}  # end -> (time of the slowest stage, bounds)
@@ -55,6 +56,7 @@ def profile_layers(layers: Sequence[nn.Module], x: torch.Tensor, repeats: int = 
 
     The layers' gradients are left as they were. On a GPU, each measurement waits until the device is done.
     """
+    check_sizes(repeats=repeats)
     forward, backward = [], []
     for layer in layers:
         x, runs = x.detach().requires_grad_(x.is_floating_point()), []

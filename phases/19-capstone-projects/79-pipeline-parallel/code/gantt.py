@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from instructions import Compute, compute_orders, count_stages
+from instructions import Compute, check_sizes, compute_orders, count_stages
 from simulator import Simulation, Slot, timeline
 
 COLOURS = {"F": "#8ecae6", "B": "#f4a261", "W": "#b5e48c"}
@@ -40,6 +40,7 @@ def render_timeline(slots: list[Slot], columns: int = 100) -> str:
 
     A slot shows as much of its name as fits, then its kind: "F0FFF" took five columns. Dots are waiting.
     """
+    check_sizes(columns=columns)
     begin, end = min(slot.start for slot in slots), max(slot.end for slot in slots)
     chunks = _chunks(slots)
     num_ranks = 1 + max(slot.rank for slot in slots)

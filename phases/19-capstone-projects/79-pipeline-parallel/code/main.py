@@ -227,10 +227,14 @@ def main() -> int:
     parser.add_argument("--microbatches", type=demo.positive, default=8, metavar="M", help="microbatches a batch (8)")
     parser.add_argument("--batch", type=demo.positive, default=4, metavar="ROWS", help="rows a microbatch (4)")
     parser.add_argument("--steps", type=demo.positive, default=5, help="training steps (default: 5)")
-    parser.add_argument("--deeper", action="store_true", help="tied weights, checkpointing, balance, two dimensions")
+    parser.add_argument(
+        "--deeper", action="store_true", help="tied weights, checkpointing, balance, two dimensions; sizes are fixed"
+    )
     args, claims = demo.parse(parser, lesson=79), demo.Claims()
     if args.world_size > len(SIZES) - 1:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
+    if args.deeper and args.bench:
+        parser.error("--deeper and --bench are two programs: choose one")
     if args.deeper and (args.backend != "gloo" or under_torchrun()):
         parser.error("--deeper starts its own CPU ranks: leave --backend nccl and torchrun out")
     for chosen, other in ((args.bench, bench), (args.deeper, deeper)):

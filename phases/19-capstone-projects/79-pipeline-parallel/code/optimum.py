@@ -20,6 +20,8 @@ def fastest_span(
     work: as all work is of one length, resting never helps.
     """
     check_sizes(num_stages=num_ranks, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
+    if most_alive is not None and type(most_alive) is not int:
+        raise ValueError(f"most_alive must be a whole number, got {most_alive!r}")
     if kinds not in ("FB", "FBW"):
         raise ValueError(f"kinds must be FB or FBW, got {kinds!r}")
     stages, limit = num_ranks * virtual_stages, num_microbatches if most_alive is None else most_alive

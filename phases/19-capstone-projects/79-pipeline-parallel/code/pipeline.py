@@ -50,7 +50,8 @@ class Pipeline:
     `on_gradients(stage)`: called when all gradients of a stage are there, while other stages may still be at work;
     returns a Work, for which `step` waits at its end, or None.
 
-    Raises ValueError if the schedule is wrong, or on every rank if they disagree about it, the shapes or the dtype.
+    Raises ValueError if the schedule is wrong, or on every rank if they disagree about it, the shapes or the dtype; in
+    `step`, naming the computation, if a stage's output is not what was promised or has no graph to go back through.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Pipeline:
     ):
         comm = TorchComm() if comm is None else comm
         modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+        if not all(isinstance(module, nn.Module) for module in modules):
+            raise TypeError(f"a stage must be a module, got {[type(module).__name__ for module in modules]}")
         facts = check_schedule(schedule)
         self.num_stages, self.num_microbatches = facts.num_stages, facts.num_microbatches
         self.shapes, self.dtype, self.loss_fn = [tuple(shape) for shape in shapes], dtype, loss_fn
@@ -159,6 +162,8 @@ class Pipeline:
             y = _Resume.apply(y, gradient)
         if y.requires_grad:  # not so in a first stage whose parameters are all frozen
             y.backward()
+        elif any(p.requires_grad for p in self.stages[work.stage].parameters()):
+            raise ValueError(f"{work} has no graph to go back through: is something detached, or under no_grad?")
         if work.stage == 0:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
@@ -168,10 +173,16 @@ class Pipeline:
 
     def _run_stage(self, work: Compute, kept: "_Activation") -> torch.Tensor:
         """Return the stage's output, or of the last stage the microbatch's loss."""
+        last = work.stage == self.num_stages - 1
         with WeightsLater(kept.later) if self.split else nullcontext():
             y = self.stages[work.stage](kept.input)
-            last = work.stage == self.num_stages - 1
-            return self.loss_fn(y, self._targets[work.microbatch]) if last else y
+            if last and isinstance(y, torch.Tensor):
+                y = self.loss_fn(y, self._targets[work.microbatch])
+        if not isinstance(y, torch.Tensor):
+            raise ValueError(f"{work} made a {type(y).__name__}, where one tensor was expected")
+        if last and y.numel() != 1:
+            raise ValueError(f"{work} made losses {tuple(y.shape)}, where loss_fn must return the mean, one number")
+        return y
 
     def _exchange(self, exchange: Exchange) -> None:
         buffers = [(m.feeds, self._buffer(m.feeds)) for m in exchange.recvs]
@@ -220,13 +231,19 @@ class Pipeline:
             raise ValueError(f"{num_modules} stages on each of {num_ranks} ranks, the schedule has {self.num_stages}")
         if len(self.shapes) != self.num_stages:
             raise ValueError(f"{self.num_stages} stages need as many input shapes, got {len(self.shapes)}")
-        if not self.dtype.is_floating_point:
+        for stage, shape in enumerate(self.shapes):
+            if not all(type(size) is int and size > 0 for size in shape):
+                raise ValueError(f"the input shape of stage {stage} must be whole numbers of at least 1, got {shape}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(f"gradients need floating-point activations, got {dtype_name(self.dtype)}")
 
     def _check_batch(self, microbatches, targets) -> None:
         for what, items in (("microbatches", microbatches), ("targets", targets)):
             if len(items) != self.num_microbatches:
                 raise ValueError(f"the schedule has {self.num_microbatches} microbatches, got {len(items)} {what}")
+            for m, item in enumerate(items):
+                if not isinstance(item, torch.Tensor):
+                    raise ValueError(f"{what} must be tensors, number {m} is a {type(item).__name__}")
         for m, x in enumerate(microbatches):
             if tuple(x.shape) != self.shapes[0]:
                 raise ValueError(f"microbatch {m} is {tuple(x.shape)}, agreed was {self.shapes[0]} for each")
@@ -238,8 +255,11 @@ class Pipeline:
 def receive_early(program: list[Compute | Exchange], by: int = 2) -> list[Compute | Exchange]:
     """Post each receive alone and `by` exchanges earlier, so that messages arrive while this rank computes.
 
-    Only for transports with tags. The price is memory for `by` more messages, whatever M is.
+    Only for transports with tags. The price is memory for `by` more messages, whatever M is. Raises ValueError unless
+    `by` is a whole number of at least 0.
     """
+    if isinstance(by, bool) or not isinstance(by, int) or by < 0:
+        raise ValueError(f"by must be a whole number of at least 0, got {by!r}")
     recvs = [[Exchange(recvs=(m,)) for m in item.recvs] for item in program if isinstance(item, Exchange)]
     early = [receive for group in recvs[:by] for receive in group]
     later = iter(recvs[by:])

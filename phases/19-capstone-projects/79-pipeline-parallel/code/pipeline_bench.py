@@ -30,6 +30,8 @@ def bench(args) -> int:
     A target is missed if the whole interval is below it. Targets of speed are for two ranks or more and M >= 4.
     """
     claims, n, m = demo.Claims(), args.world_size, args.microbatches
+    if m % n:
+        raise SystemExit(f"--bench: torch's interleaved schedules need a multiple of {n} microbatches, got {m}")
     results = run_ranks(bench_worker, n, m, args.seed, backend=args.backend, timeout=1800)
     found = results[0]
     demo.table(
@@ -46,7 +48,8 @@ def bench(args) -> int:
         rows,
         "Bubble of the least disturbed step (formula: equal times; simulated: with the measured stage times)",
     )
-    claims.check("gradients have the same bits", all(row["same"] for result in results for row in result.values()))
+    equal = "gradients have the same bits" if is_power_of_two(m) else "gradients are equal but for rounding"
+    claims.check(equal, all(row["same"] for result in results for row in result.values()))
     for name, target in TARGETS[args.backend].items():
         *_, ratio, low, high = found[name]["times"]
         if n > 1 and m >= 4:
@@ -61,7 +64,7 @@ def bench(args) -> int:
 
 
 def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15, steps: int = 30, size=None) -> dict:
-    """Return {schedule: what was found}: `same` (gradients have torch's bits), `times` (our milliseconds a step,
+    """Return {schedule: what was found}: `same` (gradients are torch's), `times` (our milliseconds a step,
     torch's, ratio, low, high), `bubbles` (simulated, measured), `where`. `size`: (rows of a microbatch, width).
     """
     comm = TorchComm()
@@ -79,7 +82,7 @@ def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15
         run_ours()
         run_theirs()
         grads = ([p.grad for stage in stages for p in stage.parameters()] for stages in (ours, theirs))
-        same = all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        same = all(same_gradients(a, b, microbatches) for a, b in zip(*grads, strict=True))
         contenders = {who: partial(slowest, run, comm, STEPS) for who, run in (("o", run_ours), ("t", run_theirs))}
         own, torchs = compare(contenders, pairs)
         fastest = measure_steps(pipeline, *(part.chunk(microbatches) for part in data), steps)[0]
@@ -87,6 +90,18 @@ def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15
         times = [1e3 * own.seconds, 1e3 * torchs.seconds, torchs.ratio, torchs.low, torchs.high]
         found[name] = {"same": same, "times": times, "bubbles": bubbles, "where": where}
     return found
+
+
+def is_power_of_two(number: int) -> bool:
+    """Say whether dividing by this number is exact."""
+    return number & (number - 1) == 0
+
+
+def same_gradients(ours: torch.Tensor, theirs: torch.Tensor, microbatches: int) -> bool:
+    """Compare bit by bit where that is possible: torch divides the sum by M, we each loss, which rounds elsewhere."""
+    if is_power_of_two(microbatches):
+        return torch.equal(ours, theirs)
+    return (ours - theirs).abs().max().item() <= 1e-5 * theirs.abs().max().item()
 
 
 def _runner(stages, step):

@@ -161,7 +161,7 @@ def balance_worker(rank: int, world_size: int, cuts: dict[str, list], microbatch
 
 
 def check_balance(claims: demo.Claims, microbatches: int = 8, rows: int = 128, num_stages: int = 2) -> None:
-    """Claim: the balanced cut's slowest stage is faster than that of equally many layers, and so is the step."""
+    """Claim: simulated, the balanced cut's step is shorter than that of equally many layers. Measured, it is shown."""
     forward, backward = uneven_times(rows)
     layers = [f + b for f, b in zip(forward, backward, strict=True)]
     cuts = {
@@ -179,7 +179,7 @@ def check_balance(claims: demo.Claims, microbatches: int = 8, rows: int = 128, n
     demo.table(columns, found, f"An uneven model: 8 layers and a wide head, 1F1B, N = {num_stages}, M = {microbatches}")
     simulated = found[0][4] / found[1][4]
     demo.say(f"      {ratio:.2f} times as fast ({low:.2f} to {high:.2f}); simulated {simulated:.2f}")
-    claims.check("the balanced cut's step is shorter, as simulated", found[1][4] < found[0][4])
+    claims.check("the balanced cut's step is shorter in the simulation", found[1][4] < found[0][4])
 
 
 def grid_pipeline(comm: Comm, name: str, batch: int, microbatches: int, num_stages: int) -> tuple[Pipeline, Comm]:

@@ -95,12 +95,13 @@ def make_orders(name: str, num_stages: int, num_microbatches: int, virtual_stage
 def stages_per_rank(name: str, virtual_stages: int = 2) -> int:
     """Return how many stages a rank holds in a schedule of this name."""
     check_name(name)
+    check_sizes(virtual_stages=virtual_stages)
     return virtual_stages if name == "interleaved" else 1
 
 
 def check_name(name: str) -> None:
     """Raise ValueError unless there is a schedule of this name."""
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
 
 

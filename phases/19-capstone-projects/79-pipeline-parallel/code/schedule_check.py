@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from instructions import Compute, Exchange, ScheduleError, consumer, is_split
+from instructions import Compute, Exchange, Message, ScheduleError, check_sizes, consumer, is_split
 
 Place = tuple[int, int]  # (rank, index of the instruction)
 Link = tuple[int, int, Compute]  # a message: (from rank, to rank, the computation it feeds)
@@ -29,6 +29,10 @@ def check_schedule(schedule: dict[int, list], max_live: dict[int, int] | None = 
     """
     if not isinstance(schedule, dict) or not schedule or set(schedule) != set(range(len(schedule))):
         raise ValueError("a schedule is {rank: [instruction]}, with ranks from 0 to N - 1")
+    for rank, program in schedule.items():
+        if type(rank) is not int or not isinstance(program, (list, tuple)):
+            raise ValueError(f"a schedule is {{rank: [instruction]}}; rank {rank!r} has a {type(program).__name__}")
+    _check_limits(schedule, max_live)
     where, sent, received = _collect(schedule)
     if not where:
         raise ValueError("the schedule is empty")
@@ -56,9 +60,9 @@ def _collect(schedule) -> tuple[dict[Compute, Place], dict[Link, Place], dict[Li
                     )
                 found = [(where, item)]
             elif isinstance(item, Exchange):
-                for message in (*item.sends, *item.recvs):
+                for message in _messages(rank, index, item):
                     _check_numbers(rank, index, item, message.feeds)
-                    if message.peer == rank or message.peer not in schedule:
+                    if type(message.peer) is not int or message.peer == rank or message.peer not in schedule:
                         raise ScheduleError(rank, index, item, f"rank {rank} has no peer {message.peer!r}")
                 found = [(sent, (rank, message.peer, message.feeds)) for message in item.sends]
                 found += [(received, (message.peer, rank, message.feeds)) for message in item.recvs]
@@ -69,6 +73,24 @@ def _collect(schedule) -> tuple[dict[Compute, Place], dict[Link, Place], dict[Li
                     raise ScheduleError(rank, index, item, f"repeats instruction {places[key][1]}")
                 places[key] = place
     return where, sent, received
+
+
+def _messages(rank: int, index: int, item: Exchange) -> list[Message]:
+    parts = (item.sends, item.recvs)
+    found = [message for part in parts if isinstance(part, (list, tuple)) for message in part]
+    sound = all(isinstance(message, Message) and isinstance(message.feeds, Compute) for message in found)
+    if not sound or not all(isinstance(part, (list, tuple)) for part in parts):
+        raise ScheduleError(rank, index, repr(item), "sends and recvs must be tuples of Messages that feed a Compute")
+    return found
+
+
+def _check_limits(schedule, max_live) -> None:
+    if not isinstance(max_live, (dict, type(None))):
+        raise ValueError(f"max_live must be {{rank: limit}}, got {max_live!r}")
+    for rank, limit in (max_live or {}).items():
+        check_sizes(**{f"max_live of rank {rank!r}": limit})
+        if rank not in schedule:
+            raise ValueError(f"max_live has a limit for rank {rank!r}; the schedule has ranks 0 to {len(schedule) - 1}")
 
 
 def _check_numbers(rank: int, index: int, item, compute: Compute) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from instructions import Compute, ScheduleError, check_sizes, compute_orders, count_stages, is_split, needs
 
@@ -59,11 +60,13 @@ def timeline(schedule, forward: Times = 1, backward: Times = 1, weight: Times = 
 
 def _per_stage(what: str, times: Times, count: int, zero: bool = False) -> list[float]:
     """Return one time for each. Raises ValueError for a wrong number of them, or one that is no time; `zero`: 0 is."""
-    listed = list(times) if isinstance(times, Sequence) else [times] * count
+    several = isinstance(times, Sequence) and not isinstance(times, str)
+    listed = list(times) if several else [times] * count
     if len(listed) != count:
         raise ValueError(f"{what} needs {count} times, one for each, got {len(listed)}")
     for value in listed:
-        if isinstance(value, bool) or not (0 <= value < float("inf") if zero else 0 < value < float("inf")):
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not (0 <= value < float("inf") if zero else 0 < value < float("inf")):
             raise ValueError(f"{what} must cost {'at least 0' if zero else 'more than 0'}, got {value!r}")
     return listed
 

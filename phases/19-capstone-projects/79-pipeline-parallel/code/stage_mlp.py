@@ -55,6 +55,7 @@ def stage_bounds(stage: int, num_stages: int, sizes: tuple[int, ...] = SIZES) ->
 
 def stage_shapes(num_stages: int, batch: int, sizes: tuple[int, ...] = SIZES) -> list[tuple[int, int]]:
     """Return the input shape of each stage for one microbatch of `batch` rows."""
+    check_sizes(batch=batch)
     return [(batch, sizes[stage_bounds(stage, num_stages, sizes)[0]]) for stage in range(num_stages)]
 
 
@@ -65,6 +66,7 @@ def check_stages(num_stages: int, sizes: tuple[int, ...] = SIZES) -> None:
 
 def make_batch(step: int, rows: int, seed: int = SEED, sizes: tuple[int, ...] = SIZES):
     """Return input (rows, sizes[0]) and target (rows, sizes[-1]) of a step: a function of (seed, step, rows) only."""
+    check_sizes(rows=rows)
     teacher = torch.randn(sizes[0], sizes[-1], generator=torch.Generator().manual_seed(seed))
     x = torch.randn(rows, sizes[0], generator=torch.Generator().manual_seed(1_000_003 * (seed + 1) + step))
     return x, torch.tanh(x @ teacher / sizes[0] ** 0.5)

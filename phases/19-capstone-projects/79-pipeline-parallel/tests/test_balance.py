@@ -65,6 +65,9 @@ class TestBalance(unittest.TestCase):
             (balanced_bounds, ([], 1), "num_layers must be"),
             (balanced_bounds, ([1, -2], 1), "layer 1 takes -2: times must be at least 0"),
             (balanced_bounds, ([float("nan")], 1), "layer 0 takes nan"),
+            (balanced_bounds, ([1, "2"], 1), "layer 1 takes '2'"),
+            (balanced_bounds, ([None], 1), "layer 0 takes None"),
+            (profile_layers, ([], torch.zeros(1), 0), "repeats must be a whole number of at least 1"),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 function(*arguments)

@@ -58,6 +58,9 @@ class TestText(unittest.TestCase):
     def test_to_scale(self):
         slots = timeline(make_orders("zb-h1", 2, 2), forward=1, backward=2, weight=3)
         rows = ["F0F1....B0BBW0WWWWB1BBW1WWWW", "..F0B0BBF1B1BBW0WWWWW1WWWW.."]  # two columns a unit of time
+        for bad in (0, -1, True, 1.5, "2"):
+            with self.assertRaisesRegex(ValueError, "columns must be a whole number of at least 1"):
+                render_timeline(slots, bad)
         self.assertEqual(render_timeline(slots, 28).splitlines(), [f"rank {i}  {row}" for i, row in enumerate(rows)])
 
 

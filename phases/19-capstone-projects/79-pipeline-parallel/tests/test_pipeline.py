@@ -310,6 +310,7 @@ class TestMemory(unittest.TestCase):
             pipeline = CountedPipeline(stage, schedule, mse_loss, [(2, 4)] * n, comm=MeshComm(mesh))
             x, target = torch.randn(2, m, 2, 4)
             pipeline.step(x, target)
+            self.assertFalse(pipeline._in_flight)  # every send is done: nobody reads this memory any more
             return pipeline.peak_live, pipeline.peak_buffers, pipeline.peak_sends
 
         return VirtualCluster(n).run(run)
@@ -325,6 +326,12 @@ class TestMemory(unittest.TestCase):
             self.assertEqual([sends for *_, sends in results], [3, 3, 3])  # N sends are in flight, never M
         self.assertEqual(buffers[1], buffers[2])  # nor does the memory for messages grow
         self.assertLessEqual(max(buffers[2]), 3 + 4)
+
+    def test_zb_h1_frees_a_graph_at_b_though_its_weight_gradients_wait(self):
+        for m in (4, 8):
+            self.assertEqual([live for live, _, _ in self.run_counted("zb-h1", 3, m)], [3] * 3)
+            self.assertEqual(Counted.peak, {0: 3, 1: 2, 2: 1})
+            self.assertEqual(set(Counted.alive.values()), {0})
 
     def test_gpipe_holds_them_all(self):
         for m in (4, 8):
@@ -393,6 +400,55 @@ class TestRefusals(unittest.TestCase):
 
         with self.assertRaisesRegex(RankError, r"rank 0 .*F0 of stage 0 made \(2, 31\).* promised \(2, 32\)"):
             VirtualCluster(2).run(run)
+
+    def test_stages_and_losses_without_a_usable_result_name_the_computation(self):
+        class Wrapped(nn.Linear):
+            def forward(self, x):
+                return (super().forward(x),)
+
+        class Detached(nn.Linear):
+            def forward(self, x):
+                return super().forward(x).detach()
+
+        def run(mesh, kind, where, loss_fn, name):
+            torch.manual_seed(mesh.rank)
+            stage = kind(4, 4) if mesh.rank == where else nn.Linear(4, 4)
+            pipeline = Pipeline(stage, make_schedule(name, 2, 2), loss_fn, [(2, 4)] * 2, comm=MeshComm(mesh))
+            pipeline.step(*torch.randn(2, 2, 2, 4))
+
+        for kind, where, loss_fn, message in (
+            (Wrapped, 0, mse_loss, "rank 0 .*F0 of stage 0 made a tuple, where one tensor was expected"),
+            (Wrapped, 1, mse_loss, "rank 1 .*F0 of stage 1 made a tuple"),
+            (nn.Linear, 0, lambda y, t: (y - t) ** 2, r"F0 of stage 1 made losses \(2, 4\), where loss_fn must"),
+            (nn.Linear, 0, lambda y, t: 1.0, "F0 of stage 1 made a float"),
+            (nn.Linear, 0, lambda y, t: mse_loss(y, t).detach(), "B0 of stage 1 has no graph to go back through"),
+            (Detached, 0, mse_loss, "B0 of stage 0 has no graph to go back through"),
+        ):
+            for name in SCHEDULES.keys() - {"interleaved"}:
+                with self.assertRaisesRegex(RankError, message):
+                    VirtualCluster(2).run(run, kind, where, loss_fn, name)
+
+    def test_shapes_and_batches_that_are_none(self):
+        def build(comm, shape, dtype=torch.float32):
+            Pipeline(nn.Identity(), make_schedule("gpipe", 2, 2), mse_loss, [(2, 4), shape], dtype, comm)
+
+        for size in (0, -1, 2.0, True, "2"):
+            found = same_error(2, build, (size, 4))
+            self.assertIn("the input shape of stage 1 must be whole numbers of at least 1, got", found)
+        self.assertIn("floating-point", same_error(2, build, (2, 4), "float32"))
+
+        def step(comm):
+            build_pipeline(comm, 2, 2).step([torch.zeros(2, 16), None], torch.zeros(2, 2, 4))
+
+        self.assertIn("microbatches must be tensors, number 1 is a NoneType", same_error(2, step))
+        with self.assertRaisesRegex(RankError, r"a stage must be a module, got \['int'\]"):
+            VirtualCluster(1).run(
+                lambda mesh: Pipeline([3], make_schedule("gpipe", 1, 1), mse_loss, [(1, 1)], comm=MeshComm(mesh))
+            )
+        for call in (make_batch, lambda _, rows: stage_shapes(2, rows)):
+            for bad in (0, -1, True, 1.5, None, "2"):
+                with self.assertRaisesRegex(ValueError, "must be a whole number of at least 1"):
+                    call(0, bad)
 
     def test_run_pipeline_refuses_before_it_starts_a_process(self):
         good = {"steps": 1, "batch": 2, "microbatches": 2, "num_stages": 2}

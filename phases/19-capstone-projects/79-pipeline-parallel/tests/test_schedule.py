@@ -42,7 +42,7 @@ class TestOrders(unittest.TestCase):
                 self.assertEqual(warm, min(m, n - rank), (n, m, rank))
 
     def test_unknown_names_and_bad_sizes_are_refused(self):
-        for name in ("GPipe", "", None, "zero-bubble"):
+        for name in ("GPipe", "", None, "zero-bubble", ["1f1b"]):
             with self.assertRaisesRegex(ValueError, "schedule must be one of gpipe, 1f1b"):
                 make_orders(name, 2, 2)
         for bad in NOT_SIZES:

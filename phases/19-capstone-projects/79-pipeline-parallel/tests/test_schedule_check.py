@@ -125,6 +125,11 @@ class TestDeadlocks(unittest.TestCase):
 
 
 class TestReceivingEarly(unittest.TestCase):
+    def test_bad_distances_are_refused(self):
+        for bad in (-1, True, 1.0, "2", None):
+            with self.assertRaisesRegex(ValueError, "by must be a whole number of at least 0"):
+                receive_early([], bad)
+
     def test_sends_and_computations_stay_where_they_are(self):
         for name in SCHEDULES:
             program = make_schedule(name, 3, 5)[1]
@@ -264,10 +269,32 @@ class TestWrongSchedules(unittest.TestCase):
             self.setUp()
             self.schedule[0].insert(2, bad)
             self.assert_refused(0, 2, "neither a Compute nor an Exchange")
+        work = Compute("F", 1, 0)
+        for bad in (
+            Exchange(3),
+            Exchange((3,)),
+            Exchange((), (Message(1, None),)),
+            Exchange(None, (Message(1, work),)),
+        ):
+            self.setUp()
+            self.schedule[0].insert(2, bad)
+            self.assert_refused(0, 2, "sends and recvs must be tuples of Messages that feed a Compute")
+        for peer in ([1], "1", None, True):
+            self.setUp()
+            self.schedule[0].insert(2, Exchange((Message(peer, work),)))
+            self.assert_refused(0, 2, "has no peer")
+
+    def test_limits_that_make_no_sense(self):
+        for bad in ({5: 1}, {"0": 3}, {0: 0}, {0: True}, {0: 1.5}, {0: "a"}, 3):
+            with self.assertRaisesRegex(ValueError, "max_live"):
+                check_schedule(self.schedule, bad)
 
     def test_no_schedule_at_all(self):
         for bad in ({}, [], None, {1: []}, {0: [], 2: []}):
             with self.assertRaisesRegex(ValueError, "ranks from 0 to N - 1"):
+                check_schedule(bad)
+        for bad in ({0: None}, {0: "F0"}, {0.0: []}, {False: []}):
+            with self.assertRaisesRegex(ValueError, "a schedule is {rank: "):
                 check_schedule(bad)
         with self.assertRaisesRegex(ValueError, "the schedule is empty"):
             check_schedule({0: [], 1: []})

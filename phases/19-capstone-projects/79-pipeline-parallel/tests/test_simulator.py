@@ -175,6 +175,9 @@ class TestBruteForce(unittest.TestCase):
         self.assertEqual([fastest_span(3, 6, most_alive=k) for k in (1, 2, 3, 6)], [36, 20, 16, 16])
 
     def test_the_search_refuses(self):
+        for bad in (True, 1.0, "2"):
+            with self.assertRaisesRegex(ValueError, "most_alive must be a whole number"):
+                fastest_span(2, 2, most_alive=bad)
         for arguments, message in (
             ((0, 2), "num_stages"),
             ((2, 2, "FW"), "kinds must be FB or FBW"),
@@ -228,6 +231,8 @@ class TestSimulation(unittest.TestCase):
             ({"link": [1, 2, 3]}, "link needs 2 times"),
             ({"link": -1}, "link must cost at least 0, got -1"),
             ({"link": float("nan")}, "link must cost"),
+            ({"link": "2"}, "link must cost at least 0, got '2'"),
+            ({"forward": None}, "forward must cost more than 0, got None"),
             ({"weight_gradient": 0}, "weight must cost more than 0, got 0"),
             ({"input_gradient": float("inf")}, "backward must cost"),
             ({"activation": [1, -2, 3]}, "activation must cost at least 0"),
