@@ -5,10 +5,16 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 from functools import partial
+from unittest import mock
 
+import routes
 import torch
+from arena import Arena, why_not
+from comm import TorchComm
 from groups import decay_groups
 from memory import shard_bounds
+from ranks import run_ranks
+from shared_comm import SharedComm
 from stage_cases import Tower, loss_of, mean_gradients, params_of, train
 from torch import nn
 from zero_cases import Flat, TorchAdam, copy_of, mean_and_bound, optimizer_for, put_gradients, refusals, same, virtual
@@ -431,6 +437,57 @@ class TestState(unittest.TestCase):
 
         for ours, plain in virtual(2, worker):
             self.assertEqual(ours, plain)
+
+
+def over_processes(rank, world_size, arena):
+    """Train stages 2 and 3 over gloo, over gloo with every unit a large one, and in shared memory."""
+    gloo = TorchComm()
+    runs = {}
+    for stage in (2, 3):
+        for dtype in (torch.float32, torch.bfloat16):
+            build = partial(cast_tower, dtype=dtype)
+            key = stage, str(dtype)
+            runs[("gloo", *key)] = train(gloo, stage, STEPS, build)
+            with mock.patch.object(routes, "LARGE", 48):
+                runs[("gloo, large", *key)] = train(gloo, stage, STEPS, build)
+            if arena is not None:
+                runs[("shared", *key)] = train(SharedComm(arena, gloo), stage, STEPS, build)
+    return runs
+
+
+def cast_tower(seed, dtype):
+    return Tower(seed).to(dtype)
+
+
+class TestOverProcesses(unittest.TestCase):
+    """The transports: with two ranks, where a sum has one order, all give the same bits as virtual ranks."""
+
+    @classmethod
+    def setUpClass(cls):
+        arena = None if why_not() else Arena(2, heap_bytes=1 << 16)
+        cls.two = run_ranks(over_processes, 2, arena, timeout=120)
+        cls.three = run_ranks(over_processes, 3, None, timeout=120)
+
+    def test_two_ranks_have_the_bits_of_virtual_ones(self):
+        for stage in (2, 3):
+            for dtype in (torch.float32, torch.bfloat16):
+                build = partial(cast_tower, dtype=dtype)
+                expected = virtual(2, partial(train, stage=stage, steps=STEPS, build=build))[0]["params"]
+                for rank, runs in enumerate(self.two):
+                    for (how, *key), log in runs.items():
+                        if key == [stage, str(dtype)]:
+                            with self.subTest(how=how, stage=stage, dtype=dtype, rank=rank):
+                                self.assertTrue(all(map(equal, log["params"], expected)))
+
+    def test_three_ranks_have_the_mean_and_agree(self):
+        for case in self.three[0]:
+            logs = [runs[case] for runs in self.three]
+            for step in range(STEPS):
+                self.assertTrue(all(equal(log["params"][step + 1], logs[0]["params"][step + 1]) for log in logs))
+                for name, found in mean_gradients(logs, step).items() if "float32" in case[2] else ():
+                    mean, bound = mean_and_bound([log["own"][step][name].flatten() for log in logs])
+                    with self.subTest(case=case, step=step, name=name):
+                        self.assertTrue(((found.double() - mean).abs() <= bound).all())
 
 
 if __name__ == "__main__":
