@@ -135,6 +135,7 @@ class Gathering:
     def _end_forward(self, out) -> None:
         if not torch.is_grad_enabled():
             self.free_all()
+            return
         for tensor in _that_need_gradients(out):
             tensor.register_hook(lambda grad: self._begin_backward())
 
@@ -153,7 +154,7 @@ class Gathering:
         if self.in_backward:  # a checkpointed forward that runs again: backward comes at once
             return
         call = Call(place)
-        tensors = _that_need_gradients(out)
+        tensors = _that_need_gradients(out) if torch.is_grad_enabled() else []
         for tensor in tensors:
             tensor.register_hook(lambda grad: self._come_to(call))
         if tensors:

@@ -416,6 +416,28 @@ class TestOtherModels(unittest.TestCase):
 
         same_as_stage_1(self, worker)
 
+    def test_outputs_that_are_changed_in_place_and_a_model_that_returns_a_dict(self):
+        class Changing(Tower):
+            def forward(self, x):
+                x = self.inlet(x)
+                for part in self.parts:
+                    x = part(x)
+                    x += 0.5
+                    x *= 1.5
+                return {"y": [torch.nn.functional.dropout(self.outlet(x), 0.5) * self.scale], "n": 3}
+
+        def worker(comm, stage):
+            module = Changing()
+            optimizer = optimizer_for(module, comm, stage=stage)
+            for step in range(3):
+                torch.manual_seed(step)
+                module(batch(step, comm.rank))["y"][0].square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return params_of(module, optimizer)
+
+        same_as_stage_1(self, worker)
+
     def test_a_block_with_two_outputs(self):
         class Two(nn.Module):
             def __init__(self):
@@ -457,8 +479,11 @@ class TestOtherModels(unittest.TestCase):
             module = Tower()
             module.parts[0].register_forward_hook(lambda *_: Thing())
             optimizer_for(module, comm, stage=3)
+            module.forward = lambda x: module.parts[0](module.inlet(x))
             with self.assertRaisesRegex(TypeError, "a block returned Thing: return tensors"):
-                loss_of(module, 0, comm.rank)
+                module(batch(0, comm.rank))
+            with torch.no_grad():  # there is no backward to miss
+                self.assertIsInstance(module(batch(0, comm.rank)), Thing)
 
         virtual(1, worker)
 
