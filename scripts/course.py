@@ -36,13 +36,6 @@ def build_parser() -> argparse.ArgumentParser:
     test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
     test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
     test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
-    needs = add(
-        "memory", memory, "bytes that each ZeRO stage needs on a rank; by default for 7B, 70B, 1T on 8-1,024 ranks"
-    )
-    needs.add_argument("--params", metavar="P", help="number of parameters: 7e9 or 7B")
-    needs.add_argument("--ranks", metavar="N", help="number of ranks")
-    needs.add_argument("--dtype", metavar="D", help="dtype of the parameters: bf16, fp16 or fp32 (default: bf16)")
-    needs.add_argument("--json", action="store_true", help="print bytes as JSON")
     add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
     writing = add("catalog", write_catalog, "write catalog.json from the lessons")
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
@@ -64,6 +57,13 @@ def build_parser() -> argparse.ArgumentParser:
     saved.add_argument(
         "--step", type=int, metavar="N", help="convert: the step, for files that do not say (default: 0)"
     )
+    needs = add(
+        "memory", memory, "bytes that each ZeRO stage needs on a rank; by default for 7B, 70B, 1T on 8-1,024 ranks"
+    )
+    needs.add_argument("--params", metavar="P", help="number of parameters: 7e9 or 7B")
+    needs.add_argument("--ranks", metavar="N", help="number of ranks")
+    needs.add_argument("--dtype", metavar="D", help="dtype of the parameters: bf16, fp16 or fp32 (default: bf16)")
+    needs.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
 
 
