@@ -283,10 +283,12 @@ class TorchComm(Comm):
                 raise ValueError(f"keys must not change the order of ranks, got {[k for _, k in everyone]}")
         parent = self.group if self.group is not None else dist.group.WORLD
         timeout = parent._get_backend(self._control_device).options._timeout  # a new group's own default is 30 minutes
-        groups = {}
-        for each in sorted({c for c, _ in everyone}):  # new_group is called by all ranks, for all groups, in one order
-            members = [dist.get_global_rank(parent, r) for r, (c, _) in enumerate(everyone) if c == each]
-            groups[each] = dist.new_group(members, timeout=timeout, backend=self._backends)
+        # Of all ranks, each calls new_group for all parts. Of a sub-group, only a part's members: others may be busy.
+        whole = self.world_size == dist.get_world_size()
+        options = {"timeout": timeout, "backend": self._backends, "use_local_synchronization": not whole}
+        members = {each: [r for r, (c, _) in enumerate(everyone) if c == each] for each, _ in everyone}
+        ranks = {each: [dist.get_global_rank(parent, r) for r in part] for each, part in members.items()}
+        groups = {each: dist.new_group(ranks[each], **options) for each in (sorted(ranks) if whole else [color])}
         return TorchComm(groups[color])
 
 

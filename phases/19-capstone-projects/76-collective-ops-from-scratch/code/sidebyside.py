@@ -21,6 +21,11 @@ class Row:
     low: float
     high: float
 
+    def against(self, target: float) -> tuple[bool, str]:
+        """Return (is a target of the ratio not missed, the words for it): it is, if the whole interval is below it."""
+        state = "met" if self.low >= target else "open: the interval holds it" if self.high >= target else "missed"
+        return state != "missed", f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}), {state}"
+
 
 def compare(contenders: dict[str, Callable[[], float | None]], pairs: int = 9, warmup: int = 1) -> list[Row]:
     """Time each contender `pairs` times, interleaved; the first is ours, the others are compared with it.

@@ -464,7 +464,22 @@ def stalls_in_a_part(rank, world_size):
     part.all_reduce(torch.ones(2))
 
 
+def splits_apart(rank, world_size):
+    """Split in two; one part splits twice more, then the other once, then all again."""
+    comm = TorchComm()
+    part = comm.split(rank % 2)
+    part = part.split(0).split(0) if rank % 2 else part.split(part.rank)
+    x, y = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+    part.all_reduce(x)
+    comm.split(rank // 2).all_reduce(y)
+    return x.item(), y.item()
+
+
 class TestTorchComm(unittest.TestCase):
+    def test_parts_split_without_the_others(self):
+        found = run_ranks(splits_apart, 4, collective_timeout=20.0, timeout=60)
+        self.assertEqual(found, [(0.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)])
+
     def test_it_needs_a_group(self):
         self.assertFalse(dist.is_initialized())
         with self.assertRaisesRegex(RuntimeError, "no process group"):

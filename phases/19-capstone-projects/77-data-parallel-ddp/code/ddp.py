@@ -11,7 +11,7 @@ import notes
 import torch
 from bucket import Bucket
 from comm import TorchComm
-from flat import broadcast_tensors, plan_units, sync_module, trainable_parameters, watch_gradients
+from flat import broadcast_tensors, plan_units, sync_module, trainable_parameters, watch_gradients, watched
 from hooks import average, check_hook, hook_name
 from mesh import must_agree
 from torch import nn
@@ -28,7 +28,7 @@ class Reducer:
         self.weight = 1.0  # of this rank's gradients in the mean
         self.enabled = True  # off inside no_sync()
         self.armed = False  # there was a forward or a gradient since the last synchronisation
-        self._in_backward = False
+        self.in_backward = False
         self._launched = 0  # buckets, in this backward
         self._has_buffers = any(True for _ in module.buffers())
         watch_gradients(self.buckets, self._on_gradient)
@@ -38,9 +38,10 @@ class Reducer:
         bucket = self.buckets[number]
         if not self.enabled:
             bucket.take_grads([index])  # the next backward adds to it there
+            self.armed = True  # sync_grads() has something to send
             return
-        if not self._in_backward:
-            self.armed = self._in_backward = True
+        if not self.in_backward:
+            self.armed = self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.synchronise)  # runs when backward ends
         if bucket.work is not None:
             raise RuntimeError(
@@ -67,7 +68,7 @@ class Reducer:
         divisor = self.buckets[0].mean_weight()  # the same in all
         for bucket in self.buckets:
             bucket.finish(divisor)
-        self.armed, self._in_backward, self._launched = False, False, 0
+        self.armed, self.in_backward, self._launched = False, False, 0
         if self._has_buffers:
             broadcast_tensors(self.comm, list(self.module.buffers()))
         if self.check_finite:
@@ -102,14 +103,22 @@ class DistributedDataParallel(nn.Module):
         check_finite: bool = False,
     ):
         super().__init__()
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        named = trainable_parameters(module)
-        check_hook(hook, named)
-        comm = comm or TorchComm()
-        settings = {"bucket_cap_mb": bucket_cap_mb, "hook": hook_name(hook)}
+        comm, named, fault = comm or TorchComm(), [], None
+        try:
+            if not bucket_cap_mb > 0:
+                raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+            named = trainable_parameters(module)
+            check_hook(hook, named)
+            for name, param in named:
+                if watched(param):
+                    raise ValueError(f"parameter {name} belongs to another wrapper, which is alive: delete that first")
+        except ValueError as error:
+            fault = str(error)
+        settings = {"fault": fault, "bucket_cap_mb": bucket_cap_mb, "hook": hook_name(hook)}
         settings |= {"weighted": bool(weighted), "check_finite": bool(check_finite)}
         must_agree(comm, "the settings of DistributedDataParallel", settings)
+        if fault:
+            raise ValueError(fault)
         sync_module(module, comm)
         cap = bucket_cap_mb * 2**20
         plan = plan_units(named, cap, min(cap, FIRST_BUCKET_MB * 2**20))
@@ -119,6 +128,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Call the wrapped module."""
+        if self.reducer.in_backward and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("an earlier backward ended with an error: this wrapper cannot go on")
         self.reducer.armed |= self.reducer.enabled and torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 

@@ -85,11 +85,18 @@ def watch_gradients(units: list[FlatUnit], on_gradient) -> None:
             if (call := listener()) is not None:
                 call(number, index)
 
+        hook.listener = listener
         return hook
 
     for number, unit in enumerate(units):
         for index, slot in enumerate(unit.slots):
             slot.param.register_post_accumulate_grad_hook(hook_for(number, index))
+
+
+def watched(param: nn.Parameter) -> bool:
+    """Say whether a living listener of `watch_gradients` has a hook on this parameter."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return any(hook.listener() is not None for hook in hooks if hasattr(hook, "listener"))
 
 
 def trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -140,8 +140,8 @@ def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str
     for (mine, theirs), target in targets.items() if args.backend == "nccl" else ():
         if target is not None:
             row = found["rows"][mine, theirs][1]
-            claim = f"row {mine!r} is at least {target} times as fast as row {theirs!r}"
-            claims.check(claim, row.high >= target, f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})")
+            claim = f"target: row {mine!r} at least {target} times as fast as row {theirs!r}"
+            claims.check(claim, *row.against(target))
     return claims, {name: each["peak"] for name, each in found["alone"].items()}
 
 

@@ -43,6 +43,109 @@ def run_main(*flags):
     return code, out.getvalue()
 
 
+class TestWrappedTwice(unittest.TestCase):
+    def test_a_second_wrapper_is_refused_while_the_first_lives(self):
+        def rank(comm):
+            module = ThreeLayers()
+            first = ddp.DistributedDataParallel(module, 25, comm)
+            words = []
+            for again in (module, first):
+                try:
+                    ddp.DistributedDataParallel(again, 25, comm)
+                except ValueError as error:
+                    words.append(str(error))
+            del first, again
+            ddp.DistributedDataParallel(module, 25, comm)
+            return words
+
+        for words in virtual(2, rank):
+            self.assertEqual(len(words), 2)
+            self.assertTrue(all("belongs to another wrapper" in each for each in words), words)
+
+
+class TestFaultOfOneRank(unittest.TestCase):
+    def test_every_rank_learns_of_it(self):
+        def frozen(comm):
+            return ddp.DistributedDataParallel(ThreeLayers().requires_grad_(comm.rank != 1), 25, comm)
+
+        def unhooked(comm):
+            return ddp.DistributedDataParallel(ThreeLayers(), 25, comm, hook=None if comm.rank == 1 else hooks.average)
+
+        def rank(comm, build):
+            try:
+                build(comm)
+            except ValueError as error:
+                return str(error)
+
+        for build in (frozen, unhooked):
+            words = virtual(3, rank, build)
+            self.assertEqual(len(set(words)), 1)
+            self.assertIn("rank 1", words[0])
+
+
+class TestAfterAnError(unittest.TestCase):
+    def test_a_wrapper_whose_backward_failed_does_not_go_on(self):
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                raise MemoryError("in the middle")
+
+        def rank(comm):
+            module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            wrapped, x = ddp.DistributedDataParallel(module, TINY, comm), torch.ones(1, 3)
+            try:
+                module[1](Fails.apply(module[0](x))).sum().backward()
+            except MemoryError:
+                pass
+            module.zero_grad()
+            try:
+                wrapped(x)
+            except RuntimeError as error:
+                return str(error)
+
+        for words in virtual(2, rank):
+            self.assertIn("an earlier backward ended with an error", words)
+
+    def test_sync_grads_after_no_sync_alone(self):
+        def rank(comm):
+            module = ThreeLayers()
+            wrapped = ddp.DistributedDataParallel(module, 25, comm)
+            with wrapped.no_sync():
+                wrapped(data(comm.rank)).square().mean().backward()
+            wrapped.sync_grads()
+            return comm.counters.calls["all_reduce"], [param.grad.clone() for param in module.parameters()]
+
+        (calls, grads), (_, others) = virtual(2, rank)
+        self.assertEqual(calls, 1)
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(grads, others, strict=True)))
+
+    def test_flags_are_written_anew_in_each_step(self):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = (nn.Linear(2, 2, bias=False) for _ in "ab")
+
+            def forward(self, x, names):
+                return sum(getattr(self, name)(x).sum() for name in names)
+
+        def rank(comm):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                module = Two()
+            wrapped = ddp.DistributedDataParallel(module, 25, comm)
+            wrapped(torch.ones(1, 2), "a").backward()  # nobody uses b
+            module.zero_grad()
+            wrapped(torch.ones(1, 2) * (comm.rank + 1), "ab" if comm.rank == 0 else "a").backward()
+            return module.b.weight.grad
+
+        for grad in virtual(2, rank):
+            self.assertEqual(grad.tolist(), [[0.5] * 2] * 2)
+
+
 class TestDrift(unittest.TestCase):
     def test_a_barrier_alone_lets_ranks_drift_apart_from_the_first_step(self):
         for n in (2, 3, 4):
