@@ -190,6 +190,10 @@ def main() -> int:
     parser.add_argument("--batch", type=demo.positive, default=4, help="with --size: sequences a rank (default: 4)")
     parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a bucket (default: 100)")
     args = demo.parse(parser, lesson=77)
+    if args.bench + args.trace + args.deeper > 1:
+        parser.error("--bench, --trace and --deeper are programs of their own: one at a time")
+    if args.size and not args.bench:
+        parser.error("--size goes with --bench")
     if args.bench and args.size:
         from ddp_gpu_bench import bench as gpu_bench  # 77: GPT-2 on GPUs, against torch's own
 

@@ -215,6 +215,36 @@ class TestWeightedMean(unittest.TestCase):
             for found in virtual(8, rank):
                 self.assertEqual(found, (torch.tensor(512 / 519, dtype=dtype).item(), None, True))
 
+    def test_only_a_weighted_wrapper_takes_weights(self):
+        def rank(comm):
+            ddp, words = DistributedDataParallel(Scale(), 25, comm), []
+            for call in (lambda: setattr(ddp, "samples", 3), ddp.without_data):
+                try:
+                    call()
+                except RuntimeError as error:
+                    words.append(str(error))
+            return ddp.samples, words
+
+        words = "ranks of different weights need DistributedDataParallel(..., weighted=True)"
+        self.assertEqual(virtual(2, rank), [(1.0, [words] * 2)] * 2)
+
+    def test_all_ranks_are_weighted_or_none(self):
+        messages = refusals(2, lambda comm: DistributedDataParallel(Scale(), 25, comm, weighted=comm.rank == 0))
+        self.assertEqual(len(set(messages)), 1)
+        self.assertIn("weighted: rank 0 has true; rank 1 has false", messages[0])
+
+    def test_a_step_without_data_leaves_the_weight_as_it_was(self):
+        def rank(comm):
+            ddp = DistributedDataParallel(Scale(), 25, comm, weighted=True)
+            ddp.samples = 5
+            if comm.rank:
+                ddp.without_data()
+            else:
+                ddp(torch.ones(1)).backward()
+            return ddp.samples
+
+        self.assertEqual(virtual(2, rank), [5.0, 5.0])
+
     def test_it_stays_until_set_again_and_bad_ones_are_refused(self):
         def rank(comm):
             ddp = DistributedDataParallel(Scale(), 25, comm, weighted=True)
