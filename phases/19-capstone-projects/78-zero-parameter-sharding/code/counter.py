@@ -57,10 +57,10 @@ def blame(comm: Comm, shards: list) -> str:
     """Say whose gradient is not finite. All ranks call it."""
     bad = comm.agree(any(bool(shard.own_bad) for shard in shards if shard.own_bad is not None))
     guilty = {rank for rank, own in enumerate(bad) if own}
-    if not guilty and (kept := [shard.unit.grad for shard in shards if shard.own_bad is None]):
-        guilty = _guilty(comm, kept)
+    if kept := [shard.unit.grad for shard in shards if shard.own_bad is None]:
+        guilty |= _guilty(comm, kept)
     if not guilty:
-        return "the sum of finite gradients is not finite"
+        return "every gradient is finite, but their sum or its norm is not"
     return f"the gradient of rank {', '.join(map(str, sorted(guilty)))} is not finite"
 
 

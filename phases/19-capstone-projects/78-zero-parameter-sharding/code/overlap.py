@@ -71,7 +71,8 @@ class Overlap:
 
     def _on_gradient(self, number: int, index: int) -> None:
         if number < self.launched:
-            raise RuntimeError("a gradient came after its unit had left: all backwards but the last go into no_sync()")
+            words = "all backwards but the last go into no_sync(), checkpointing wants use_reentrant=False"
+            raise RuntimeError(f"a gradient came after its unit had left: {words}")
         if not self.enabled:
             allocate(self.units[number].memory)
             self.units[number].take_grads([index])  # the next backward adds to it there

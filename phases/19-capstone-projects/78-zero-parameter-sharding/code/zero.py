@@ -23,6 +23,7 @@ from overlap import cap_bytes
 from routes import gather_from_shards
 from shard import Shard, build_units
 from torch import nn
+from torch.autograd.graph import increment_version
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """Raise ValueError: the flat buffers are laid out once."""
         raise ValueError("parameter groups are given when the optimizer is built: ZeroOptimizer(..., groups=[...])")
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a ZeroOptimizer cannot be copied or pickled: let every rank save its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; what `set_to_none` says makes no difference."""
@@ -232,6 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._report_skips()
         finally:
             self.gradients.free()
+            increment_version([slot.param for slot in self._slots])  # autograd then refuses graphs from before
         return loss
 
     def _any_bad(self) -> torch.Tensor:
@@ -293,3 +298,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for shard in self.shards if self.stage < 3 else ():
             for work in gather_from_shards(self.comm, shard, everything=True):
                 work.wait()
+        increment_version([slot.param for slot in self._slots])

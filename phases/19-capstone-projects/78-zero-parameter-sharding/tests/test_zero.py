@@ -1,3 +1,5 @@
+import copy
+import pickle
 import sys
 import unittest
 from pathlib import Path
@@ -220,6 +222,37 @@ def wrong_world_size(rank, world_size, comm):
         ZeroOptimizer(Odd(), world_size + 1, rank, LR, comm=comm)
     except ValueError as error:
         return str(error)
+
+
+class TestWhatTorchWouldRefuse(unittest.TestCase):
+    def test_a_graph_from_before_a_step(self):
+        def worker(comm, stage):
+            module = Odd()
+            optimizer = optimizer_for(module, comm, stage=stage)
+            old = module(torch.ones(2, 3)).sum()
+            module(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            try:
+                old.backward()
+            except RuntimeError as error:
+                return str(error)
+
+        for stage in (1, 2):
+            for words in virtual(2, worker, stage):
+                self.assertIn("modified by an inplace operation", words)
+
+    def test_copies(self):
+        def worker(comm):
+            optimizer = optimizer_for(Odd(), comm)
+            words = []
+            for how in (copy.copy, copy.deepcopy, pickle.dumps):
+                try:
+                    how(optimizer)
+                except TypeError as error:
+                    words.append(str(error))
+            return len(words), all("state_dict()" in each for each in words)
+
+        self.assertEqual(virtual(1, worker), [(3, True)])
 
 
 class TestOverGloo(unittest.TestCase):
