@@ -9,6 +9,18 @@ from virtual import VirtualCluster
 EPS = torch.finfo(torch.float32).eps
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward ends with an error."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
+
+
 class NotingComm(MeshComm):
     """Notes each all-reduce as ("all_reduce", elements) and each broadcast in `notes`, in the order of their launch."""
 

@@ -11,6 +11,7 @@ import gc
 import torch
 from ddp import DistributedDataParallel
 from ddp_cases import (
+    Fails,
     EPS,
     Branches,
     Everything,
@@ -484,15 +485,6 @@ class TestLifetime(unittest.TestCase):
         self.assertRegex(str(error), "1.weight got a gradient after its bucket had left")
 
     def test_a_backward_that_failed_makes_the_next_one_an_error(self):
-        class Fails(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                raise MemoryError
-
         def rank(comm):
             module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
             ddp = DistributedDataParallel(module, 25, comm)

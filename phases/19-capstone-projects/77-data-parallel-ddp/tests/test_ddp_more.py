@@ -20,7 +20,7 @@ import notes
 import timeline
 import torch
 import ways
-from ddp_cases import ThreeLayers, data, virtual
+from ddp_cases import Fails, ThreeLayers, data, virtual
 from naive import flat_sync, naive_sync
 from ranks import run_ranks
 from torch import nn
@@ -85,15 +85,6 @@ class TestFaultOfOneRank(unittest.TestCase):
 
 class TestAfterAnError(unittest.TestCase):
     def test_a_wrapper_whose_backward_failed_does_not_go_on(self):
-        class Fails(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                raise MemoryError("in the middle")
-
         def rank(comm):
             module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
             wrapped, x = ddp.DistributedDataParallel(module, TINY, comm), torch.ones(1, 3)

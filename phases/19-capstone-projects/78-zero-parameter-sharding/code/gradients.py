@@ -21,7 +21,7 @@ class Gradients:
     Stage 2 and above: only from when its gradients are complete until they are reduced, and at most two units have so
     at a time. Every backward outside `no_sync` reduces all units and adds the means to the shards.
 
-    `begin()` is called before the first unit of a round leaves; `left(number)` when a unit's own gradients are gone.
+    `begin()` is called before the first unit of a round leaves.
     """
 
     def __init__(self, units: list[FlatUnit], shards: list[Shard], comm: Comm, stage: int, overlap: bool, begin):

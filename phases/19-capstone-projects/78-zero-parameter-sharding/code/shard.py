@@ -17,13 +17,16 @@ class Shard:
 
     `params` and `grad` are views of the unit's. From stage 2 on, `grad` has memory of its own. In stage 3 the master is
     all that there is of the parameters while they are not gathered: `params` is the master, also if they are bf16.
+
+    `has_grad`: has a mean arrived in this step (from stage 2 on)? `own_bad` (1,): 1 if this rank's own gradient was not
+    finite; None where the reduction leaves that to be seen.
     """
 
     def __init__(self, unit: FlatUnit, comm: Comm, stage: int = 1):
         size = unit.padded // comm.world_size
         self.stage, self.unit, self.start, self.end = stage, unit, comm.rank * size, (comm.rank + 1) * size
         self.params, self.grad = unit.data[self.start : self.end], unit.grad[self.start : self.end]  # views
-        self.has_grad, self.own_bad = False, None  # from stage 2 on: what has arrived in this step, and was it finite
+        self.has_grad, self.own_bad = False, None
         if stage >= 2:
             self.grad = torch.empty_like(self.grad)
         self.master = self.params.to(torch.promote_types(unit.dtype, torch.float32), copy=stage >= 3)

@@ -80,9 +80,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"all parameters of {type(module).__name__} that require a gradient are empty")
         comm = comm or TorchComm()
         if (world_size, rank) != (comm.world_size, comm.rank):
-            raise ValueError(
-                f"rank {rank!r} of {world_size!r} ranks, but in the group it is {comm.rank} of {comm.world_size}"
-            )
+            there = f"{comm.rank} of {comm.world_size}"
+            raise ValueError(f"rank {rank!r} of {world_size!r} ranks, but in the group it is {there}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         param_groups = split_groups(module, named, groups, defaults)
         for group in param_groups:
@@ -100,8 +99,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage, (self.units, self.shards) = stage, build_units(plan, self.comm, stage, overlap)
         self.fused = comm.device.type == "cuda" if fused is None else bool(fused)
         self.counter, self.max_skipped, self.last_skip = StepCounter(comm.device), max_skipped, None
-        self._lazy, self._calls = self.fused and comm.device.type == "cuda", 0
-        self._bad = None  # what the norm has told, if there was one
+        self._lazy = self.fused and comm.device.type == "cuda"
+        self._calls, self._bad = 0, None  # _bad: what the norm has told, if there was one
         self._slots = [slot for unit in self.units for slot in unit.slots]
         self._places = [slot.param.data_ptr() for slot in self._slots]
         self.gradients = Gradients(self.units, self.shards, self.comm, stage, overlap, self._check_parameters)
