@@ -32,6 +32,8 @@ def check_module_names(course: Course) -> list[Fault]:
     for path, kind in python_files(course):
         if kind == "main" or path.stem == "__init__":
             continue
+        if kind == "script" and (path.parent / "__init__.py").exists():
+            continue  # imported as package.module: the package's name is what must be unique
         shown = path.relative_to(course.root).as_posix()
         if path.stem in sys.stdlib_module_names or path.stem in DEPENDENCIES:
             faults.append(Fault(shown, 1, f"shadows the module {path.stem!r} of the standard library or a dependency"))

@@ -1,4 +1,4 @@
-"""The course's one command line: list, run, test, check, catalog, ladder, checkpoint, memory."""
+"""The course's one command line. What instructors use is in packages: each registers its own commands."""
 
 import argparse
 import json
@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import catalog
+import exercises.commands
+import grading.commands
+import mutants.commands
+import quizzes.commands
 from check_all import check_course
+from faults import UserError
 from lessons import Course, UnknownLesson
 from testrun import run_tests, summary, table
 
@@ -64,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     needs.add_argument("--ranks", metavar="N", help="number of ranks")
     needs.add_argument("--dtype", metavar="D", help="dtype of the parameters: bf16, fp16 or fp32 (default: bf16)")
     needs.add_argument("--json", action="store_true", help="print bytes as JSON")
+    for package in (exercises, quizzes, grading, mutants):
+        package.commands.register(add)
     return parser
 
 
@@ -188,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("only run passes anything on after --")
     try:
         return args.action(Course(args.root), args)
-    except UnknownLesson as error:
+    except UserError as error:
         print(f"course: {error}", file=sys.stderr)
         return 2
 

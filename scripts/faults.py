@@ -22,3 +22,7 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
+
+
+class UserError(ValueError):
+    """Bad input to a command: which value it was, and what was expected. `course` prints it and exits with 2."""

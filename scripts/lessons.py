@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from faults import read_text
+from faults import UserError, read_text
 from mdtext import Document
 
 _FOLDER = re.compile(r"^\d\d-[a-z0-9]+(-[a-z0-9]+)*$")
@@ -16,7 +16,7 @@ _MINUTES = re.compile(r"^~?(\d+) minutes$")
 FIELDS = ("Type", "Languages", "Prerequisites", "Time")
 
 
-class UnknownLesson(ValueError):
+class UnknownLesson(UserError):
     """No lesson, or more than one, goes by that number or id."""
 
 

@@ -1,0 +1,1 @@
+"""What `course` does about grading."""

@@ -1,0 +1,7 @@
+"""The commands for wrong answers: mutants, break."""
+
+from collections.abc import Callable
+
+
+def register(add: Callable) -> None:
+    """Add these commands: `add(name, action, text)` returns a parser; `action(course, args)` an exit code."""
