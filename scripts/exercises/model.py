@@ -1,0 +1,77 @@
+"""The exercises of a lesson as data, read from its exercises.json and checked."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from check_exercises import check_exercises
+from codeindex import CodeIndex
+from faults import UserError, read_text
+from lessons import Course, Lesson
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise. A function is "module.Class.method", a test "test_file.Class.test_method" or less of it."""
+
+    id: str
+    title: str
+    kind: str  # build or extend
+    functions: tuple[str, ...]
+    points: int
+    tests: tuple[str, ...]
+    depends_on: tuple[str, ...]  # ids of exercises before this one
+    hint: str
+
+    @property
+    def by_module(self) -> dict[str, list[str]]:
+        """The qualified names in each module: {"mesh": ["Mesh.send", "Mesh.recv"]}."""
+        return names_by_module(self.functions)
+
+
+def names_by_module(functions: Sequence[str]) -> dict[str, list[str]]:
+    """{"mesh": ["Mesh.send"]} for ["mesh.Mesh.send"], in the order given, each once."""
+    found: dict[str, list[str]] = {}
+    for function in dict.fromkeys(functions):
+        module, _, name = function.partition(".")
+        found.setdefault(module, []).append(name)
+    return found
+
+
+def load_exercises(lesson: Lesson) -> list[Exercise]:
+    """The lesson's exercises in order; none if it has no exercises.json.
+
+    UserError, with file and line, if the file is not what `course check` expects: a key, a name or a test is wrong.
+    """
+    alone = Course(lesson.root)
+    alone.lessons = [lesson]  # an exercise names functions of its own lesson only: no other needs to be read
+    faults = check_exercises(lesson, CodeIndex(alone))
+    if faults:
+        more = f" (and {len(faults) - 1} more: see course check)" if len(faults) > 1 else ""
+        raise UserError(f"{faults[0]}{more}")
+    if not (lesson.folder / "exercises.json").exists():
+        return []
+    return [_exercise(item) for item in json.loads(read_text(lesson.folder / "exercises.json") or "")]
+
+
+def _exercise(item: dict) -> Exercise:
+    functions, tests = ([value] if isinstance(value, str) else value for value in (item["function"], item["tests"]))
+    return Exercise(
+        id=item["id"],
+        title=item["title"],
+        kind=item["kind"],
+        functions=tuple(functions),
+        points=item["points"],
+        tests=tuple(tests),
+        depends_on=tuple(item["depends_on"]),
+        hint=item["hint"],
+    )
+
+
+def choose(exercises: list[Exercise], ids: Sequence[str]) -> list[Exercise]:
+    """The exercises with these ids, all if none is given; UserError that names the known ids for another."""
+    known = [exercise.id for exercise in exercises]
+    for name in ids:
+        if name not in known:
+            raise UserError(f"no exercise {name!r}; the exercises are: {', '.join(known) or 'none'}")
+    return [exercise for exercise in exercises if not ids or exercise.id in ids]
