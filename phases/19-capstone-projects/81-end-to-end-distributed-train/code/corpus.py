@@ -70,7 +70,12 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Return a hash of the tokens, which a resumed run must share."""
-        return hashlib.sha256(torch.cat([self.train, self.held_out]).numpy().tobytes()).hexdigest()[:16]
+        return fingerprint(torch.cat([self.train, self.held_out]))
+
+
+def fingerprint(tokens: torch.Tensor) -> str:
+    """Return a hash of tokens (total_tokens,)."""
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
 
 
 def synthetic(seed: int, total_tokens: int = 40_000) -> Corpus:
@@ -104,27 +109,59 @@ def from_text(path: Path, seq: int) -> Corpus:
 
 
 class Batches:
-    """The batches of a run as a function of (seed, step): where training stands is one number.
+    """The samples of a run as one endless stream, a function of the seed: where training stands is one number.
 
-    The tokens are cut into windows of `seq` (+ 1 for the last target). Each epoch visits them in a new order drawn from
-    (seed, epoch), `rows` a batch, and drops the few that do not fill one. Raises ValueError if there are fewer windows
-    than that.
+    The tokens are cut into windows of `seq` (+ 1 for the last target): the samples. Each epoch visits all of them in a
+    new order drawn from (seed, epoch). A batch is the next `rows` samples of the stream. Where an epoch ends within a
+    batch, the batch goes on with the next epoch: nothing is dropped or repeated, whatever the number of rows.
+
+    Raises ValueError if there are fewer windows than rows.
     """
 
     def __init__(self, tokens: torch.Tensor, rows: int, seq: int, seed: int):
         check_whole("rows", rows, least=1)
         check_whole("seq", seq, least=1)
-        count = max(0, len(tokens) - 1) // seq
-        if count < rows:
-            raise ValueError(f"{len(tokens)} tokens hold {count} windows of {seq}: a batch needs {rows}")
-        self.windows = tokens[: count * seq + 1].unfold(0, seq + 1, seq)  # (windows, seq + 1)
-        self.rows, self.seed, self.per_epoch = rows, seed, count // rows
+        self.per_epoch = max(0, len(tokens) - 1) // seq  # samples
+        if self.per_epoch < rows:
+            raise ValueError(f"{len(tokens)} tokens hold {self.per_epoch} windows of {seq}: a batch needs {rows}")
+        self.windows = tokens[: self.per_epoch * seq + 1].unfold(0, seq + 1, seq)  # (windows, seq + 1)
+        self.rows, self.seed = rows, seed
         self._epoch, self._order = None, None  # the order last drawn: an epoch is drawn once, not once a step
+        self._stream = {"seed": seed, "windows": self.per_epoch, "tokens": fingerprint(tokens)}
 
     def batch(self, step: int) -> torch.Tensor:
-        """Return the windows of a step (from 0), for all ranks together (rows, seq + 1)."""
-        epoch, place = divmod(step, self.per_epoch)
+        """Return the samples of a step (from 0) if each step had as many, for all ranks together (rows, seq + 1)."""
+        return self.take(step * self.rows)
+
+    def take(self, drawn: int) -> torch.Tensor:
+        """Return the batch that comes after `drawn` samples, for all ranks together (rows, seq + 1)."""
+        return self.windows[self.indices(drawn)]
+
+    def indices(self, drawn: int) -> torch.Tensor:
+        """Return which windows the batch after `drawn` samples has (rows,)."""
+        found, end = [], drawn + self.rows
+        while drawn < end:
+            epoch, place = divmod(drawn, self.per_epoch)
+            found.append(self._order_of(epoch)[place : place + end - drawn])
+            drawn += len(found[-1])
+        return torch.cat(found)
+
+    def _order_of(self, epoch: int) -> torch.Tensor:
         if epoch != self._epoch:
             draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self.windows), generator=draw)
-        return self.windows[self._order[place * self.rows : (place + 1) * self.rows]]
+            self._epoch, self._order = epoch, torch.randperm(self.per_epoch, generator=draw)
+        return self._order
+
+    def position(self, drawn: int) -> dict:
+        """Return what a checkpoint records of the data: the samples drawn, where that is, and of which stream."""
+        epoch, place = divmod(drawn, self.per_epoch)
+        return {"samples": drawn, "epoch": epoch, "place": place, **self._stream}
+
+    def drawn_at(self, position: dict) -> int:
+        """Return the samples drawn at a recorded position. Raises ValueError if it is not one of this stream."""
+        check_whole("samples", position["samples"], least=0)
+        mine = self.position(position["samples"])
+        wrong = [f"{key} was {position.get(key)!r}, is {mine[key]!r}" for key in mine if position.get(key) != mine[key]]
+        if wrong:
+            raise ValueError(f"the data's position: {'; '.join(wrong)}")
+        return position["samples"]

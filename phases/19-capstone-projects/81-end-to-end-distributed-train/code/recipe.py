@@ -1,11 +1,11 @@
 """`Recipe`: all that defines a training run, whatever ranks it is dealt to; and how a batch is dealt."""
 
-import math
 from dataclasses import asdict, dataclass
 
 import torch
 from corpus import Batches, make_corpus
 from gpt import MiniGPT
+from learning_rate import warmup_cosine
 from memory import check_whole
 
 IGNORED = -100  # a target that is none: padding
@@ -49,11 +49,8 @@ class Recipe:
         return MiniGPT(self.vocab, **sizes, dropout=self.dropout, seed=self.seed, tied=self.tied)
 
     def learning_rate(self, step: int) -> float:
-        """Return a step's rate (from 1): a line up to `lr`, then half a cosine down to `floor` of it. No state."""
-        if step <= self.warmup:
-            return self.lr * step / self.warmup
-        turn = (step - self.warmup) / max(1, self.steps - self.warmup)  # 0 to 1
-        return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * turn)) / 2)
+        """Return a step's rate (from 1): up to `lr`, then down to `floor` of it at the last step."""
+        return warmup_cosine(step, self.lr, self.warmup, self.steps, self.floor)
 
     def rows_of(self, step: int) -> int:
         """Return the number of sequences of a step (from 1)."""

@@ -106,13 +106,15 @@ class TestText(unittest.TestCase):
 
 class TestBatches(unittest.TestCase):
     def setUp(self):
-        self.batches = Batches(torch.arange(101), rows=4, seq=5, seed=3)  # 20 windows, 5 batches an epoch
+        self.batches = Batches(torch.arange(101), rows=4, seq=5, seed=3)  # 20 windows: 5 batches are an epoch
+        self.odd = Batches(torch.arange(101), rows=7, seq=5, seed=3)  # no whole number of batches is
+
+    def stream(self, batches: Batches, steps: int) -> list[int]:
+        """The windows that so many steps visit, each by its first token."""
+        return [row[0].item() for step in range(steps) for row in batches.batch(step)]
 
     def epoch(self, number: int, batches: Batches | None = None) -> list[int]:
-        """The windows that an epoch visits, each by its first token."""
-        batches = batches or self.batches
-        steps = range(number * batches.per_epoch, (number + 1) * batches.per_epoch)
-        return [row[0].item() for step in steps for row in batches.batch(step)]
+        return self.stream(batches or self.batches, 5 * (number + 1))[20 * number :]
 
     def test_a_window_is_consecutive_tokens_and_the_target_of_the_last(self):
         batch = self.batches.batch(0)
@@ -130,13 +132,49 @@ class TestBatches(unittest.TestCase):
         firsts = [set(part[:, 0].tolist()) for part in parts]
         self.assertEqual(sum(map(len, firsts)), len(set.union(*firsts)))
 
+    def test_a_batch_goes_on_with_the_next_epoch(self):
+        """The third of 7, 7, 7: six samples end the first epoch, and one begins the second."""
+        self.assertEqual([len(self.odd.batch(step)) for step in range(20)], [7] * 20)
+        self.assertEqual(self.odd.batch(2)[:6, 0].tolist(), self.epoch(0)[14:])
+        self.assertEqual(self.odd.batch(2)[6:, 0].tolist(), self.epoch(1)[:1])
+
+    def test_the_stream_is_the_same_whatever_the_rows(self):
+        expected = self.stream(self.batches, 35)
+        for rows in (1, 3, 7, 20):
+            batches = Batches(torch.arange(101), rows, seq=5, seed=3)
+            self.assertEqual(self.stream(batches, 140 // rows), expected[: 140 // rows * rows], rows)
+
     def test_five_samples_two_ranks_two_epochs(self):
         batches = Batches(torch.arange(6), rows=2, seq=1, seed=3)
-        one, two = self.epoch(0, batches), self.epoch(1, batches)
-        self.assertEqual((batches.per_epoch, len(set(one)), len(set(two))), (2, 4, 4))  # the fifth waits for its turn
-        self.assertNotEqual(one, two)
-        seen = set.union(*(set(self.epoch(number, batches)) for number in range(10)))
-        self.assertEqual(seen, set(range(5)))
+        found = self.stream(batches, 5)
+        self.assertEqual((batches.per_epoch, set(found[:5]), set(found[5:])), (5, set(range(5)), set(range(5))))
+        self.assertNotEqual(found[:5], found[5:])
+
+    def test_a_position_says_what_was_drawn_and_of_which_stream(self):
+        found = self.odd.position(21)
+        expected = {"samples": 21, "epoch": 1, "place": 1, "seed": 3, "windows": 20}
+        self.assertEqual({key: found[key] for key in expected}, expected)
+        self.assertEqual(self.odd.drawn_at(found), 21)
+        self.assertEqual(self.batches.drawn_at(found), 21, "another number of rows is the same stream")
+        self.assertEqual(self.batches.take(21)[:, 0].tolist(), self.epoch(1)[1:5])
+
+    def test_a_position_in_another_stream_is_refused(self):
+        position = self.batches.position(21)
+        for other, message in [
+            (Batches(torch.arange(101), rows=4, seq=5, seed=4), "seed was 3, is 4"),
+            (Batches(torch.arange(101), rows=4, seq=4, seed=3), "place was 1, is 21; windows was 20, is 25"),
+            (Batches(torch.arange(101) + 1, rows=4, seq=5, seed=3), "tokens was"),
+        ]:
+            with self.assertRaisesRegex(ValueError, f"the data's position: .*{message}"):
+                other.drawn_at(position)
+        for wrong, message in [
+            ({"place": 2}, "place was 2, is 1"),
+            ({"epoch": 0}, "epoch was 0, is 1"),
+            ({"samples": -1}, "samples must be"),
+            ({"samples": True}, "samples must be"),
+        ]:
+            with self.assertRaisesRegex(ValueError, message):
+                self.batches.drawn_at(position | wrong)
 
     def test_each_epoch_has_an_order_of_its_own(self):
         orders = [tuple(self.epoch(number)) for number in range(5)]

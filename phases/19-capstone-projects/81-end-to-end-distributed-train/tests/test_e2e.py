@@ -357,7 +357,7 @@ class TestTheCommand(unittest.TestCase):
         self.stopped("latin", r"latin\.txt: cannot be read as UTF-8 text")
         self.stopped("nan", "step 12: rank 1's gradient is not finite; no parameter was changed")
         self.stopped("resume nothing", "manifest.json: missing")
-        self.stopped("resume by two", "world_size mismatch: saved by 4 ranks, to be loaded by 2")
+        self.stopped("resume by two", "saved by another job: rows was 16, is 8")
         self.stopped("resume other text", "saved by another job: corpus was")
         self.stopped("resume after the drill", "saved after 10 steps, but the drill is for step 5")
         self.stopped("resume when over", "saved after 20 steps, and the run has only 20")
@@ -463,18 +463,13 @@ class TestEachClaimCanFail(unittest.TestCase):
             self.assert_noticed(r"^\(d\) .* resumes after step 10; steps 11-20 are bit-identical")
 
     def test_data_that_begin_again_after_a_resume(self):
-        def resume_and_forget(*args):
-            starts.append(resume(*args))
-            return starts[-1]
+        def load_and_forget(trainer, folder):
+            position = load(trainer, folder)
+            trainer.drawn = 0
+            return position
 
-        def batch(batches, step):
-            return right(batches, step - starts[0] if starts else step)
-
-        starts, resume, right = [], train.resume, train.Batches.batch
-        with (
-            mock.patch.object(train, "resume", resume_and_forget),
-            mock.patch.object(train.Batches, "batch", batch),
-        ):
+        load = train.Trainer.load
+        with mock.patch.object(train.Trainer, "load", load_and_forget):
             self.assert_noticed(r"^\(d\) .* resumes after step 10; steps 11-20 are bit-identical")
 
     def test_a_checkpoint_that_holds_something_else(self):

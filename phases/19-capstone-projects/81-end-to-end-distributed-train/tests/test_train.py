@@ -17,7 +17,11 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import corpus
 import damage
+import determinism
 import gpt
+import job
+import learning_rate
+import resume
 import torch
 import train
 from checkpoint import load_sharded, save_sharded
@@ -124,8 +128,8 @@ class TestTheLoss(unittest.TestCase):
     def test_it_is_the_mean_over_all_tokens_of_all_ranks_and_not_the_last_ranks(self):
         seen = {}
 
-        def spy(model, sequences, microbatches):
-            loss = backward(model, sequences, microbatches)
+        def spy(model, sequences, *args):
+            loss = backward(model, sequences, *args)
             seen.setdefault(my_rank(), []).append((loss, sequences))
             return loss
 
@@ -200,14 +204,38 @@ class TestJob(unittest.TestCase):
         self.assertEqual([job.learning_rate(step) for step in (1, 5, 10, 11, 1000)], [0.1, 0.5, 1.0, 1.0, 1.0])
         self.assertEqual(Job(CORPUS, lr=1.0, warmup=0).learning_rate(1), 1.0)
 
+    def test_after_warm_up_half_a_cosine(self):
+        job = Job(CORPUS, lr=2.0, warmup=10, decay=30, floor=0.1)
+        self.assertEqual([job.learning_rate(step) for step in (5, 10, 30, 31, 1000)], [1.0, 2.0, 0.2, 0.2, 0.2])
+        self.assertAlmostEqual(job.learning_rate(20), 2.0 * (0.1 + 0.9 / 2))
+        self.assertAlmostEqual(job.learning_rate(15), 2.0 * (0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2))
+        self.assertEqual(Job(CORPUS, lr=2.0, warmup=0, decay=1, floor=0.5).learning_rate(1), 1.0)
+
+    def test_settings_that_contradict_each_other(self):
+        for wrong, message in [
+            ({"rows": 0}, "rows must be a whole number of at least 1"),
+            ({"rows": 2, "microbatches": 3}, "2 sequences cannot be 3 microbatches"),
+            ({"stage": 4}, "stage must be 1, 2 or 3, got 4"),
+            ({"stage": True}, "stage must be 1, 2 or 3, got True"),
+            ({"warmup": 4, "decay": 4}, "rises until step 4, so it cannot be down at step 4"),
+            ({"decay": -1}, "decay must be a whole number"),
+            ({"may_change": ("lr", "speed")}, "may_change: there is no speed in rows, microbatches"),
+        ]:
+            with self.assertRaisesRegex(ValueError, message):
+                Job(CORPUS, **wrong)
+
+    def test_rows_are_those_of_all_ranks(self):
+        self.assertEqual([Job(CORPUS, batch=4).rows_of(n) for n in (1, 3)], [4, 12])
+        self.assertEqual([Job(CORPUS, rows=13).rows_of(n) for n in (1, 3)], [13, 13])
+
     def test_a_checkpoint_can_hold_the_identity(self):
-        identity = Job(CORPUS).identity()
+        identity = Job(CORPUS).identity(2)
         self.assertEqual(json.loads(json.dumps(identity)), identity)
 
     def test_what_defines_the_run_is_in_its_identity_or_its_plan(self):
         names = {field.name for field in dataclasses.fields(Job)}
-        known = Job(CORPUS).identity().keys() | Job(CORPUS).plan().keys()
-        self.assertEqual(names - known, {"folder", "inject_nan"})
+        known = Job(CORPUS).identity(2).keys() | Job(CORPUS).plan().keys()
+        self.assertEqual(names - known, {"batch", "folder", "inject_nan"})
 
 
 class TestLearningRate(unittest.TestCase):
@@ -271,8 +299,8 @@ class TestGuard(unittest.TestCase):
         """In a later step, too: gradients must be where the guard looks for them."""
         backward, calls = train.backward, Counter()
 
-        def broken(model, sequences, microbatches):
-            loss = backward(model, sequences, microbatches)
+        def broken(model, sequences, *args):
+            loss = backward(model, sequences, *args)
             calls[my_rank()] += 1
             if my_rank() == 2 and calls[2] == 3:
                 list(model.parameters())[-1].grad[0, 0] = math.inf
@@ -286,8 +314,8 @@ class TestGuard(unittest.TestCase):
         backward = train.backward
         for value, text in ((math.nan, "nan"), (math.inf, "inf")):
 
-            def broken(model, sequences, microbatches, value=value):
-                loss = backward(model, sequences, microbatches)
+            def broken(model, sequences, *args, value=value):
+                loss = backward(model, sequences, *args)
                 return value if my_rank() == 1 else loss
 
             message = f"step 1: rank 1's loss is {text} and its gradient is not finite; no parameter was changed"
@@ -295,8 +323,8 @@ class TestGuard(unittest.TestCase):
                 self.assert_stopped(self.job, message)
 
     def test_finite_gradients_whose_mean_is_not(self):
-        def huge(model, sequences, microbatches):
-            loss = backward(model, sequences, microbatches)
+        def huge(model, sequences, *args):
+            loss = backward(model, sequences, *args)
             next(model.parameters()).grad[0, 0] = 1e308
             return loss
 
@@ -310,9 +338,9 @@ class TestSpike(unittest.TestCase):
         """Train with the reported loss of some steps multiplied; return each rank's calls of the hook, and the logs."""
         steps, calls = {}, []
 
-        def spiky(model, sequences, microbatches):
+        def spiky(model, sequences, *args):
             steps[my_rank()] = steps.get(my_rank(), 0) + 1
-            return backward(model, sequences, microbatches) * factors.get(steps[my_rank()], 1.0)
+            return backward(model, sequences, *args) * factors.get(steps[my_rank()], 1.0)
 
         backward = train.backward
         with mock.patch.object(train, "backward", spiky):
@@ -427,8 +455,8 @@ class TestResume(unittest.TestCase):
         return replace(cls.job, save_at=(), resume=cls.job.folder / f"step_{stop}")
 
     def test_it_stops_mid_epoch(self):
-        per_epoch = corpus.Batches(self.job.corpus.train, 8, 16, 7).per_epoch
-        self.assertEqual((per_epoch, [divmod(stop, per_epoch) for stop in (3, 10)]), (7, [(0, 3), (1, 3)]))
+        per_epoch = corpus.Batches(self.job.corpus.train, 8, 16, 7).per_epoch  # samples; a step draws 8
+        self.assertEqual((per_epoch, [divmod(8 * stop, per_epoch) for stop in (3, 10)]), (62, [(0, 24), (1, 18)]))
 
     def test_the_same_bits(self):
         for stop, again in self.again.items():
@@ -450,8 +478,8 @@ class TestResume(unittest.TestCase):
             everything = batches_read(job)
             rest = batches_read(replace(job, save_at=(), resume=Path(folder) / "step_10"))
         self.assertEqual(rest, everything[10:])
-        second_epoch = [tuple(row) for batch in everything[7:10] + rest for row in batch]
-        self.assertEqual(len(set(second_epoch)), 56, "nothing repeated, nothing left out")
+        second_epoch = [tuple(row) for batch in everything[:10] + rest for row in batch][62:]
+        self.assertEqual(len(set(second_epoch)), 50, "nothing repeated, nothing left out")
 
     def test_without_the_random_state_it_would_be_another_run(self):
         with mock.patch.object(train, "set_random_state", lambda saved: None):
@@ -491,15 +519,15 @@ class TestResume(unittest.TestCase):
 
         def load(*args):
             states.setdefault(my_rank(), torch.get_rng_state())
-            return load_shard(*args)
+            return read_checkpoint(*args)
 
         def fail(mesh):
             with self.assertRaises(train.CheckpointError) as caught:
                 train.train(mesh.rank, world_size, job, MeshComm(mesh))
             return str(caught.exception), torch.equal(torch.get_rng_state(), states[mesh.rank])
 
-        load_shard = train.load_shard
-        with mock.patch.object(train, "load_shard", load), mock.patch.object(Job, "build", keep(Job.build)):
+        read_checkpoint = train.read_checkpoint
+        with mock.patch.object(train, "read_checkpoint", load), mock.patch.object(Job, "build", keep(Job.build)):
             found = VirtualCluster(world_size).run(fail)
         self.assertEqual([same_noise for _, same_noise in found], [True] * world_size)
         self.assertEqual(len({text for text, _ in found}), 1)
@@ -507,20 +535,23 @@ class TestResume(unittest.TestCase):
         for model in Keeping.models:
             self.assertTrue(torch.equal(gather_flat_params(model), gather_flat_params(job.build())))
 
-    def test_another_number_of_ranks(self):
-        for n in (1, 3):
-            self.assert_refused(self.resumed(10), "world_size mismatch: saved by 2 ranks", n)
+    def test_another_number_of_ranks_with_as_many_rows_each(self):
+        for n, rows in ((1, 4), (3, 12)):
+            self.assert_refused(self.resumed(10), f"saved by another job: rows was 8, is {rows}", n)
 
     def test_another_job(self):
         job = self.resumed(10)
         for name, value in {
-            "batch": 5,
+            "rows": 9,
             "microbatches": 2,
+            "stage": 2,
             "seq": 15,
             "model": SMALL | {"blocks": 2},
             "dropout": 0.2,
             "lr": 1e-3,
             "warmup": 5,
+            "decay": 30,
+            "floor": 0.2,
             "clip": 2.0,
             "seed": 8,
             "corpus": synthetic(8, 1_120),
@@ -529,7 +560,7 @@ class TestResume(unittest.TestCase):
                 self.assert_refused(replace(job, **{name: value}), f"saved by another job: {name} was .*, is ")
 
     def test_the_identity_holds_nothing_else(self):
-        self.assertEqual(len(self.job.identity()), 10)
+        self.assertEqual(len(self.job.identity(2)), 13)
 
     def test_a_run_that_is_over_already(self):
         for steps in (9, 10):
@@ -550,23 +581,31 @@ class TestResume(unittest.TestCase):
                 self.assert_refused(replace(self.job, save_at=(), resume=folder), message)
 
     def test_one_that_another_program_has_saved(self):
-        def change(rank: int, path: list, value):
+        def change(rank: int | None, path: list, value):
+            """On one rank, or on all."""
+
             def edit(states):
-                *parents, last = path
-                target = states[rank]
-                for key in parents:
-                    target = target[key]
-                if value is None:
-                    del target[last]
-                else:
-                    target[last] = value
+                for target in states if rank is None else [states[rank]]:
+                    *parents, last = path
+                    for key in parents:
+                        target = target[key]
+                    if value is None:
+                        del target[last]
+                    else:
+                        target[last] = value
 
             return edit
 
         for edit, message in [
-            (change(1, ["position"], None), "not a checkpoint of this training loop: KeyError"),
-            (change(0, ["position"], True), "not a checkpoint of this training loop"),
-            (change(1, ["job"], [1, 2]), "not a checkpoint of this training loop"),
+            (change(None, ["position"], None), "not a checkpoint of this training loop: KeyError"),
+            (change(None, ["position"], True), "not a checkpoint of this training loop"),
+            (change(1, ["position"], None), "missing key position on rank 1"),
+            (change(1, ["position"], 11), "position: rank 0 has 10, rank 1 has 11"),
+            (change(0, ["job"], [1, 2]), "not a checkpoint of this training loop"),
+            (change(1, ["job"], [1, 2]), "job: rank 0 has dict, rank 1 has list"),
+            (change(None, ["data", "samples"], 81), "the data's position: place was 18, is 19"),
+            (change(None, ["data", "tokens"], "other"), "the data's position: tokens was 'other', is"),
+            (change(None, ["data"], None), "not a checkpoint of this training loop: KeyError"),
             (change(1, ["random", "cpu"], torch.zeros(3, dtype=torch.uint8)), "random state: expected"),
             (change(0, ["random"], {}), "random state: expected"),
             (change(0, ["job", "device"], "cuda"), "device was 'cuda', is 'cpu'"),
@@ -622,7 +661,7 @@ class TestSource(unittest.TestCase):
         return names
 
     def test_no_collective_and_no_rendezvous(self):
-        for module in (train, gpt, corpus):
+        for module in (train, job, resume, determinism, learning_rate, gpt, corpus):
             names = self.names_in(Path(module.__file__).read_text())
             self.assertEqual(names & self.FORBIDDEN, set(), module.__name__)
 
@@ -640,7 +679,7 @@ class TestSource(unittest.TestCase):
     def test_each_piece_is_another_lessons(self):
         lessons = Path(train.__file__).parents[2]
         for name, lesson in [
-            ("load_shard", "80"),
+            ("AsyncSaver", "80"),
             ("save_shard", "80"),
             ("ZeroOptimizer", "78"),
             ("TorchComm", "76"),
