@@ -27,6 +27,7 @@ from manifest import (
     check_seconds,
     read_manifest,
 )
+from mapped import MappedReader
 from packed import PackedState, in_place
 from publish import opened, rename_manifest, sweep, write_manifest
 from shardfile import ShardReader, write_shard
@@ -50,11 +51,15 @@ def save_shard(
     return save.publish()
 
 
-def load_shard(src_dir, comm=None, *, into=None, storage: Storage = DISK):
+def load_shard(src_dir, comm=None, *, into=None, mapped: bool = False, storage: Storage = DISK):
     """Return the state of this rank, as new CPU tensors; all ranks call it together.
 
     With `into`, a live state of the same structure (see `restore.load_into`), the bytes are read straight into its
     tensors, other values are replaced, and it is returned: no second copy, and no new memory to be had page by page.
+
+    With `mapped`, which excludes `into`, the new tensors are the pages of the file itself, hashed where they are and
+    not copied. They may be changed, the file never is. But the file must not be changed in place, nor the disk fail,
+    while they live: mapped.py says what one gains and what one gives up.
 
     Raises the same CheckpointError on every rank if any rank's file, or the manifest, is not exactly what was saved, or
     does not fit `into` (names, shapes and dtypes, all differences listed). Nothing live changes until every rank's
@@ -62,7 +67,7 @@ def load_shard(src_dir, comm=None, *, into=None, storage: Storage = DISK):
     read, and then `into` must be loaded from another checkpoint.
     """
     team = Team.of_comm(comm)
-    return _load(src_dir, team, storage, into)[1][team.ranks[0]]
+    return _load(src_dir, team, storage, into, mapped)[1][team.ranks[0]]
 
 
 def save_sharded(
@@ -77,10 +82,12 @@ def save_sharded(
     return save.publish()
 
 
-def load_sharded(src_dir, expected_world_size, *, storage: Storage = DISK) -> tuple[ShardManifest, list]:
+def load_sharded(
+    src_dir, expected_world_size, *, mapped: bool = False, storage: Storage = DISK
+) -> tuple[ShardManifest, list]:
     """Return (manifest, [state of each rank]): all ranks' states in one process, as N calls of `load_shard` would."""
     check_integer("expected_world_size", expected_world_size, least=1)
-    manifest, states = _load(src_dir, Team.of_one_process(expected_world_size), storage)
+    manifest, states = _load(src_dir, Team.of_one_process(expected_world_size), storage, mapped=mapped)
     return manifest, [states[rank] for rank in range(expected_world_size)]
 
 
@@ -132,10 +139,13 @@ class Save:
         return manifest
 
 
-def _load(src_dir, team: Team, storage: Storage, into=None) -> tuple[ShardManifest, dict]:
+def _load(src_dir, team: Team, storage: Storage, into=None, mapped=False) -> tuple[ShardManifest, dict]:
     folder, manifest = Path(src_dir), functools.cache(lambda: read_manifest(Path(src_dir), storage))
+    reader = MappedReader if mapped else ShardReader
 
     def check(rank):
+        if mapped and into is not None:
+            raise CheckpointError("into, mapped: only one of them: live tensors are filled by a copy, pages are not")
         if manifest().world_size != team.world_size:
             sizes = f"saved by {manifest().world_size} ranks, to be loaded by {team.world_size} (see load_resharded)"
             raise CheckpointError(f"{folder / MANIFEST}: world_size mismatch: {sizes}")
@@ -149,12 +159,16 @@ def _load(src_dir, team: Team, storage: Storage, into=None) -> tuple[ShardManife
     with contextlib.ExitStack() as files:
 
         def open_one(rank):
-            return files.enter_context(ShardReader(folder, rank, manifest(), storage)).open(into)
+            return files.enter_context(reader(folder, rank, manifest(), storage)).open(into)
 
         if into is not None:  # nothing live may change before every rank's header has been found to fit
             readers = {}
             team.together(lambda rank: readers.update({rank: open_one(rank)}))
             open_one = readers.get
         states = {}
-        team.together(lambda rank: states.update({rank: open_one(rank).fill()}))
+        try:
+            team.together(lambda rank: states.update({rank: open_one(rank).fill()}))
+        except BaseException:
+            states.clear()  # the traceback keeps this frame, and it would keep the other ranks' files mapped
+            raise
     return manifest(), states

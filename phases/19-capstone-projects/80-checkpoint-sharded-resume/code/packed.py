@@ -15,6 +15,7 @@ from strictjson import CheckpointError, show
 
 MAGIC = b"SHARD-80"
 BLOCK = 1 << 20  # bytes written, hashed, read at a time: they stay in a core's cache
+ALIGN = 64  # the first tensor begins at a multiple of so many bytes: see mapped.py
 RESERVED = TENSOR, TUPLE, FLOAT = "__tensor__", "__tuple__", "__float__"  # what JSON lacks: {"__float__": "nan"}
 
 
@@ -67,6 +68,7 @@ class PackedState:
             raise CheckpointError("state: nested too deeply, or it contains itself") from None
         facts = {"rank": rank, "world_size": world_size, "step": step, "state": apart}
         header = json.dumps({**facts, "tensors": self.table}, allow_nan=False).encode()
+        header += b" " * (-(len(MAGIC) + 8 + len(header)) % ALIGN)  # JSON may end in spaces
         self.header = MAGIC + len(header).to_bytes(8, "little") + header
         self.size = len(self.header) + self._end
         self.layout = state.get("layout", []) if isinstance(state, dict) else []

@@ -35,12 +35,7 @@ class Destination:
         if live is None:
             places = {o: torch.empty(numel, dtype=dtype) for o, (dtype, numel) in header.regions.items()}
             self.flats = list(places.values())
-            self.loaded = header.build(
-                [
-                    places[e.offset].view(e.shape) if e.numel else torch.empty(e.shape, dtype=e.dtype)
-                    for e in header.entries
-                ]
-            )
+            self.loaded = header.state_in(places)
             return
         self.loaded = header.build([torch.empty(e.shape, dtype=e.dtype, device="meta") for e in header.entries])
         differences = list(_differences(live, self.loaded, ""))

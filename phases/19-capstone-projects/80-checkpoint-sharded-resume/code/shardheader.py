@@ -45,6 +45,13 @@ class Header:
         except RecursionError:
             raise CheckpointError("state: nested too deeply") from None
 
+    def state_in(self, memory: dict[int, torch.Tensor]):
+        """Return the state with its tensors in `memory`, which has a 1-d tensor for each region, by offset."""
+        tensors = [
+            memory[e.offset].view(e.shape) if e.numel else torch.empty(e.shape, dtype=e.dtype) for e in self.entries
+        ]
+        return self.build(tensors)
+
     def paths(self) -> dict[str, Entry]:
         """Return each tensor by its path in the state, "optimizer/flat/master"."""
         found = list(_tensors(self.build(self.entries), ""))

@@ -50,9 +50,12 @@ class Damaged(unittest.TestCase):
         for name, data in self.good.items():
             (self.folder / name).write_bytes(data)
 
+    def load(self, **options):
+        return load_sharded(self.folder, 2, **options)
+
     def refuse(self, *messages):
         with self.assertRaises(CheckpointError) as caught:
-            load_sharded(self.folder, 2)
+            self.load()
         for message in messages:
             self.assertIn(message, str(caught.exception))
         self.restore()
@@ -216,7 +219,7 @@ class ShardFile(Damaged):
             data[i] ^= 0x80
             (self.folder / "rank1.bin").write_bytes(data)
             with self.assertRaisesRegex(CheckpointError, "rank 1 failed: .*rank1.bin: sha256 mismatch: expected"):
-                load_sharded(self.folder, 2)
+                self.load()
 
     def test_another_length(self):
         for data in (b"", self.good["rank1.bin"][:-1]):
@@ -294,7 +297,7 @@ class ShardFile(Damaged):
     def test_crafted_headers(self):
         self.craft()
         with self.assertRaisesRegex(CheckpointError, "^rank 1 failed: [^;]*rank1.bin: layout"):  # rank 0's own is fine
-            load_sharded(self.folder, 2)
+            self.load()
         two = {"dtype": "float32", "shape": [1], "offset": 0, "numel": 1}
         for message, changes in {
             "rank: expected a whole number": {"rank": True},
@@ -363,7 +366,7 @@ class ShardFile(Damaged):
                 return super().open(path)
 
         with self.assertRaisesRegex(CheckpointError, "rank 1 failed: .*rank1.bin: (sha256 mismatch|became shorter)"):
-            load_sharded(self.folder, 2, storage=Shrinking())
+            self.load(storage=Shrinking())
 
     def test_a_disk_that_cannot_be_read(self):
         class Failing(CrashingStorage):
@@ -371,7 +374,7 @@ class ShardFile(Damaged):
                 raise OSError(5, "Input/output error", file.name)
 
         with self.assertRaisesRegex(CheckpointError, "rank0.bin: Input/output error"):
-            load_sharded(self.folder, 2, storage=Failing())
+            self.load(storage=Failing())
 
 
 if __name__ == "__main__":
