@@ -215,7 +215,10 @@ def check_file_names(path: Path, document: Document, course: Course) -> list[Fau
 
 
 def check_outputs(path: Path, document: Document) -> list[Fault]:
-    """A ```text block is an output: the line before it, or the shell block before it, names the command."""
+    """A ```text block is an output: the line before it, or the shell block before it, names the command.
+
+    Right after an output comes more of the same.
+    """
     ends = {block.end for block in document.blocks if block.language in SHELLS}
     spans = {line for line, text in document.code_spans if _is_command(text)}
     faults = []
@@ -224,10 +227,10 @@ def check_outputs(path: Path, document: Document) -> list[Fault]:
             continue
         if re.fullmatch(r"[A-Z_]*", "".join(block.lines).strip()):
             faults.append(Fault(path.as_posix(), block.line, "an output block is empty, or holds a word in its place"))
-        before = block.line - 1
-        while before > 0 and not document.lines[before - 1].strip():
-            before -= 1
-        if before not in ends and before not in spans:
+        before = document.line_before(block.line)
+        if before in ends or before in spans:
+            ends.add(block.end)
+        else:
             faults.append(
                 Fault(path.as_posix(), block.line, "an output block must follow the line that names its command")
             )

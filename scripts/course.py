@@ -14,6 +14,7 @@ import exercises.commands
 import grading.commands
 import mutants.commands
 import quizzes.commands
+import reruns.commands
 from check_all import check_course
 from faults import UserError
 from lessons import Course, UnknownLesson
@@ -69,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     needs.add_argument("--ranks", metavar="N", help="number of ranks")
     needs.add_argument("--dtype", metavar="D", help="dtype of the parameters: bf16, fp16 or fp32 (default: bf16)")
     needs.add_argument("--json", action="store_true", help="print bytes as JSON")
-    for package in (exercises, quizzes, grading, mutants):
+    for package in (exercises, quizzes, grading, mutants, reruns):
         package.commands.register(add)
     return parser
 

@@ -109,6 +109,13 @@ class Document:
             result.add(f"{slug}-{count}" if count else slug)
         return result
 
+    def line_before(self, line: int) -> int:
+        """The number of the last line above that is neither empty nor a comment; 0 if there is none."""
+        before = line - 1
+        while before > 0 and not _COMMENT.sub("", self.lines[before - 1]).strip():
+            before -= 1
+        return before
+
     def section_of(self, line: int) -> str:
         """The level-2 heading that a line stands under, or ''."""
         inside = [h.text for h in self.headings if h.level == 2 and h.line <= line]
