@@ -7,6 +7,7 @@ from check_modules import check_machine_paths, check_module_names, check_sources
 from check_names import check_names
 from check_quiz import check_answers, check_quiz
 from check_quotes import check_quotes, check_texts
+from check_records import check_records
 from check_shape import check_folders, check_public_names, check_search_paths, check_shape, check_top_level
 from codeindex import CodeIndex
 from faults import Fault
@@ -22,6 +23,7 @@ COURSE_CHECKS = (
     check_links,
     check_map,
     check_answers,
+    check_records,
     check_catalog,
 )
 
