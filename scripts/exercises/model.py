@@ -24,6 +24,11 @@ class Exercise:
     hint: str
 
     @property
+    def stub_text(self) -> str:
+        """What a starter's function raises in place of its body: which exercise it is, and the hint."""
+        return f"[{self.id}] {self.hint}"
+
+    @property
     def by_module(self) -> dict[str, list[str]]:
         """The qualified names in each module: {"mesh": ["Mesh.send", "Mesh.recv"]}."""
         return names_by_module(self.functions)
@@ -75,3 +80,12 @@ def choose(exercises: list[Exercise], ids: Sequence[str]) -> list[Exercise]:
         if name not in known:
             raise UserError(f"no exercise {name!r}; the exercises are: {', '.join(known) or 'none'}")
     return [exercise for exercise in exercises if not ids or exercise.id in ids]
+
+
+def with_dependencies(exercises: list[Exercise], exercise: Exercise) -> list[Exercise]:
+    """The exercise and all that it builds on, directly or not, in order."""
+    needed = {exercise.id}
+    for other in reversed(exercises):  # an exercise depends on earlier ones only
+        if other.id in needed:
+            needed.update(other.depends_on)
+    return [other for other in exercises if other.id in needed]

@@ -8,7 +8,7 @@ import tokenize
 from exercises.graft import graft, graft_all
 from exercises.source import GraftError, Source, Span, decode, definition, parse
 
-__all__ = ["GraftError", "Span", "decode", "find", "graft", "graft_all", "is_stub", "stub", "stub_all"]
+__all__ = ["GraftError", "Span", "body_lines", "decode", "find", "graft", "graft_all", "is_stub", "stub", "stub_all"]
 WIDTH = 110  # of the hint in a stub
 
 
@@ -43,6 +43,16 @@ def stub_all(source: str, qualnames: dict[str, str]) -> str:
     for qualname, hint in qualnames.items():
         source = stub(source, qualname, hint)
     return source
+
+
+def body_lines(source: str, qualname: str) -> range:
+    """The lines (from 1) of a function's body: what stands below its signature and docstring."""
+    parsed = parse(source)
+    _, node = definition(parsed, qualname)
+    if ast.get_docstring(node, clean=False) is not None:
+        return range(node.body[0].end_lineno + 1, parsed.span(node).last + 1)
+    colon, _ = _end_of_signature(parsed, node)
+    return range(parsed.text.count("\n", 0, colon) + 2, parsed.span(node).last + 1)
 
 
 def is_stub(source: str, qualname: str) -> bool:
