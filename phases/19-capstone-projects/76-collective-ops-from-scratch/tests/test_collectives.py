@@ -118,6 +118,13 @@ class TestReduceScatter(Collective):
                         self.assertEqual(count.bytes_sent, 8 * math.prod(shape) * (n - 1) // n)
                         self.assertEqual(count.rounds, n - 1)
 
+    def test_mean_and_maximum(self):
+        for n in SIZES:
+            inputs = [values(rank * (-1) ** rank, 2 * n) for rank in range(n)]
+            for op, whole in (("avg", sum(inputs) / n), ("max", torch.stack(inputs).amax(0))):
+                for rank, result in enumerate(next(run(n, reduce_scatter, inputs, op=op))):
+                    self.assert_same(result, whole.tensor_split(n)[rank])
+
     def test_a_result_does_not_keep_the_whole_input_alive(self):
         for result in next(run(4, reduce_scatter, [values(rank, 400) for rank in range(4)])):
             self.assertEqual(result.untyped_storage().nbytes(), 800)

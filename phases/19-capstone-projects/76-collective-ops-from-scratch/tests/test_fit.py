@@ -86,6 +86,7 @@ class TestCrossover(unittest.TestCase):
 
     def test_the_last_crossing_counts(self):
         self.assertAlmostEqual(measured_crossover([1, 10, 100, 1000], [1, 2, 2, 1], [2, 1, 1, 2]), math.sqrt(100_000))
+        self.assertAlmostEqual(measured_crossover([1, 10, 100, 1000], [2, 1, 2, 1], [1, 2, 1, 2]), math.sqrt(100_000))
 
     def test_no_crossing(self):
         self.assertIsNone(measured_crossover([1, 2], [1.0, 1.0], [2.0, 2.0]))

@@ -640,6 +640,12 @@ class TestBlame(unittest.TestCase):
         late, early = (ranks._Failure(rank, "raised", 1, when=9.0 - rank, traceback="t") for rank in (0, 1))
         self.assertEqual(self.cause([late, early], 3, 3), 1)
 
+    def test_who_was_waited_for_comes_before_who_is_behind(self):
+        waited = ranks._Failure(0, "raised MeshTimeout", 1, traceback="t", victim=True, waited_for=2)
+        self.assertEqual(self.cause([waited], 3, 1, 3), 2)
+        unknown = ranks._Failure(0, "raised MeshTimeout", 1, traceback="t", victim=True)
+        self.assertEqual(self.cause([unknown], 3, 1, 3), 1)
+
     def test_nccls_watchdog_aborts_a_victim_if_another_rank_is_behind(self):
         aborted = ranks._Failure(0, "was killed by SIGABRT", -6, victim=True)
         self.assertEqual(self.cause([aborted], 3, 3, 2, 3), 2)

@@ -333,6 +333,14 @@ class TestNoSync(unittest.TestCase):
 
         self.assertEqual(self.run_micro(body)[0], [0, 0])
 
+    def test_a_forward_inside_no_sync_arms_nothing(self):
+        def body(ddp, comm):
+            with ddp.no_sync():
+                ddp(data(comm.rank))
+            ddp.sync_grads()
+
+        self.assertEqual(self.run_micro(body)[0], [0, 0])
+
     def test_two_backwards_before_a_step_add_up(self):
         def body(ddp, comm):
             backward(ddp, comm.rank, step=0)
@@ -578,9 +586,13 @@ class TestRefusals(unittest.TestCase):
             self.assertEqual(messages, [f"bucket_cap_mb must be positive, got {cap!r}"] * 2)
 
     def test_sizes_of_buckets_that_differ(self):
-        messages = refusals(3, lambda comm: DistributedDataParallel(ThreeLayers(), 25 + comm.rank // 2, comm))
+        modules = [ThreeLayers(seed=rank) for rank in range(3)]
+        before = [gather_flat_params(module) for module in modules]
+        messages = refusals(3, lambda comm: DistributedDataParallel(modules[comm.rank], 25 + comm.rank // 2, comm))
         self.assertEqual(messages, [messages[0]] * 3)
         self.assertIn("bucket_cap_mb: rank 0, 1 has 25; rank 2 has 26", messages[0])
+        for module, params in zip(modules, before, strict=True):  # nothing was broadcast
+            self.assertTrue(torch.equal(gather_flat_params(module), params))
 
     def test_modules_that_cannot_be_trained(self):
         complex_one = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])

@@ -5,9 +5,10 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import torch
+from comm import Work
 from ddp import DistributedDataParallel
-from ddp_cases import Branches, ThreeLayers, cause, data, grads, refusals, virtual
-from finite import NonFiniteGradient
+from ddp_cases import Branches, NotingComm, ThreeLayers, cause, data, grads, refusals, virtual
+from finite import NonFiniteGradient, is_finite
 from flat import gather_flat_grads, gather_flat_params
 from hooks import average, bf16_bound, bf16_compress
 from ranks import run_ranks
@@ -51,6 +52,42 @@ class TestHooks(unittest.TestCase):
                 for (grad, payload), (_, full) in zip(small, plain, strict=True):
                     self.assertTrue(torch.equal(grad, small[0][0]))
                     self.assertEqual(2 * payload, full)
+
+    def test_every_rank_more_may_round_once_more(self):
+        def rank(comm):  # each 256 is followed by ones, and 256 + 1 is 256 again
+            memory = torch.ones(64).index_fill(0, torch.arange(comm.rank, 64, 8), 256.0)
+            bf16_compress(comm, memory).wait()
+            return memory
+
+        local = torch.stack([torch.ones(64).index_fill(0, torch.arange(rank, 64, 8), 256.0) for rank in range(8)])
+        for found in virtual(8, rank):
+            error = (found.double() - local.double().mean(0)).abs()
+            self.assertTrue((error <= bf16_bound(local)).all())
+            self.assertTrue((error > bf16_bound(local[:1] * 0 + local.mean(0))).any())  # what one rank may round
+
+    def test_launching_does_not_wait(self):
+        def rank(comm, hook):
+            events = []
+
+            def late(memory, **options):
+                def arrive():
+                    events.append("wait")
+                    NotingComm.all_reduce(comm, memory, "avg")
+
+                events.append("launch")
+                return Work("all_reduce", arrive)
+
+            comm.all_reduce = late  # what it returns is there after `wait`, and not before
+            comm.unchecked = lambda: comm
+            module = ThreeLayers()
+            ddp = DistributedDataParallel(module, TINY, comm, hook=hook)
+            ddp(data(comm.rank)).square().mean().backward()
+            return events, gather_flat_grads(module)
+
+        for hook in (average, bf16_compress):
+            for events, found in virtual(2, rank, hook):
+                self.assertEqual(events, ["launch"] * 6 + ["wait"] * 6)
+                self.assertTrue(torch.equal(found, virtual(2, one_step, {"hook": hook}, None, TINY)[0][0]))
 
     def test_bf16_keeps_weights_exact(self):
         for n in (2, 3):
@@ -156,6 +193,41 @@ class TestFinite(unittest.TestCase):
         for (a, one, _), (b, two, _) in zip(virtual(2, spoilt, {}), virtual(2, spoilt, {}, False), strict=True):
             self.assertEqual((a, b), ([], []))
             self.assertTrue(torch.equal(one, two))
+
+    def test_each_element_counts_and_not_their_sum(self):
+        nan, inf = float("nan"), float("inf")
+        for finite in ([], [0.0], [3e38, 3e38], [-3e38, -3e38, 1.0]):  # some sums overflow
+            self.assertTrue(is_finite(torch.tensor(finite)))
+        for bad in ([nan], [inf], [-inf], [inf, -inf], [1.0, -inf, 2.0], [nan, inf]):
+            self.assertFalse(is_finite(torch.tensor(bad)))
+
+    def test_every_bad_bucket_and_its_rank_is_named(self):
+        def rank(comm):
+            module = ThreeLayers()
+            ddp = DistributedDataParallel(module, TINY, comm, check_finite=True)
+            spoilt = {1: module.layers[0].weight, 2: module.layers[4].bias}.get(comm.rank)
+            if spoilt is not None:
+                spoilt.register_hook(lambda grad: grad * float("nan"))
+            try:
+                ddp(data(comm.rank)).square().mean().backward()
+            except NonFiniteGradient as error:
+                return error.ranks, sorted(error.names)
+
+        self.assertEqual(virtual(3, rank), [([1, 2], ["layers.0.weight", "layers.4.bias"])] * 3)
+
+    def test_buffers_are_rank_0s_though_a_gradient_was_not(self):
+        def rank(comm):
+            module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+            module[0].weight.register_hook(lambda grad: grad * (float("nan") if comm.rank == 1 else 1))
+            ddp = DistributedDataParallel(module, 25, comm, check_finite=True)
+            try:
+                ddp(data(comm.rank)).square().sum().backward()
+            except NonFiniteGradient:
+                return module[1].running_mean
+
+        found = virtual(2, rank)
+        self.assertTrue(torch.equal(*found))
+        self.assertTrue(found[0].any())
 
     def test_a_sum_that_overflows_is_nobodys(self):
         def rank(comm):
