@@ -63,7 +63,9 @@ def _write(lesson: Lesson, folder: Path, files: Files, as_json: bool) -> int:
         return 0
     print(f"{folder}: lesson {lesson.number}, {len(files)} files")
     if marker.starter:
-        print(f"The text: {folder / lesson.path / 'docs' / 'en.md'}\nWhat is next: course try {folder}")
+        print(
+            f"The text: {folder / lesson.path / 'docs' / 'en.md'}\nWhat is next: python scripts/course.py try {folder}"
+        )
     return 0
 
 

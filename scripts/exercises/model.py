@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from check_exercises import check_exercises
+from check_exercises import check_exercises, exercise_faults
 from codeindex import CodeIndex
 from faults import UserError, read_text
+from jsonpos import Located
 from lessons import Course, Lesson
 
 
@@ -54,23 +55,32 @@ def load_exercises(lesson: Lesson) -> list[Exercise]:
     if faults:
         more = f" (and {len(faults) - 1} more: see course check)" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}")
-    if not (lesson.folder / "exercises.json").exists():
+    return read_exercises(lesson)
+
+
+def read_exercises(lesson: Lesson) -> list[Exercise]:
+    """The same where a learner may have broken the functions: only the file itself is checked."""
+    path = lesson.folder / "exercises.json"
+    if not path.exists():
         return []
-    return [_exercise(item) for item in json.loads(read_text(lesson.folder / "exercises.json") or "")]
+    try:
+        located = Located(read_text(path) or "")
+    except json.JSONDecodeError as error:
+        raise UserError(f"{lesson.rel('exercises.json')}:{error.lineno}: no valid JSON: {error.msg}") from None
+    items = located.value if isinstance(located.value, list) else [None]
+    exercises: list[Exercise] = []
+    for number, item in enumerate(items):
+        for key, message in exercise_faults(item, {exercise.id for exercise in exercises}):
+            line = located.line(number, key) if key else located.line(number)
+            raise UserError(f"{lesson.rel('exercises.json')}:{line}: exercise {number + 1}: {message}")
+        exercises.append(_exercise(item))
+    return exercises
 
 
 def _exercise(item: dict) -> Exercise:
-    functions, tests = ([value] if isinstance(value, str) else value for value in (item["function"], item["tests"]))
-    return Exercise(
-        id=item["id"],
-        title=item["title"],
-        kind=item["kind"],
-        functions=tuple(functions),
-        points=item["points"],
-        tests=tuple(tests),
-        depends_on=tuple(item["depends_on"]),
-        hint=item["hint"],
-    )
+    functions, tests = ([item[key]] if isinstance(item[key], str) else item[key] for key in ("function", "tests"))
+    same = {key: item[key] for key in ("id", "title", "kind", "points", "hint")}
+    return Exercise(functions=tuple(functions), tests=tuple(tests), depends_on=tuple(item["depends_on"]), **same)
 
 
 def choose(exercises: list[Exercise], ids: Sequence[str]) -> list[Exercise]:

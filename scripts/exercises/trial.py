@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from exercises.folder import Marker, lesson_files, read_marker, version, write_folder
 from exercises.judge import judge
-from exercises.model import Exercise, choose, load_exercises, with_dependencies
+from exercises.model import Exercise, choose, read_exercises, with_dependencies
 from exercises.surgery import GraftError, decode, find, is_stub
 from faults import UserError
 from lessons import Course, Lesson
@@ -55,7 +55,7 @@ def try_folder(
         shutil.copytree(folder / "phases", copy / "phases", ignore=IGNORED, symlinks=True)
         own_tests = not _bring_tests(course, marker, copy)
         lesson = Lesson(copy, Path(marker.path))
-        exercises = load_exercises(lesson)
+        exercises = read_exercises(lesson)
         chosen = exercises
         for name in ids:
             chosen = with_dependencies(exercises, choose(exercises, [name])[0])
