@@ -1,7 +1,9 @@
 """What a JSON object must look like: which keys, what each holds. A fault is (place, message), place as in jsonpos."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, NamedTuple
 
 Place = tuple[str | int, ...]
@@ -30,10 +32,27 @@ def is_count(value: Any) -> bool:
     return is_integer(value) and value >= 0
 
 
+def moment(text: str) -> datetime:
+    """A date and time with its offset from UTC, in ISO 8601; ValueError for anything else."""
+    found = datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # Python 3.10 knows no Z
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r} does not say its offset from UTC")
+    return found
+
+
+def is_moment(value: Any) -> bool:
+    """A text that `moment` reads."""
+    try:
+        return isinstance(value, str) and moment(value) is not None
+    except ValueError:
+        return False
+
+
 TEXT = Rule("a text", lambda value: isinstance(value, str))
 FILLED = Rule("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 NUMBER = Rule("a finite number", is_number)
 COUNT = Rule("an integer that is not negative", is_count)
+MOMENT = Rule("a date and time with its offset from UTC, as 2027-01-02T03:04:05+00:00", is_moment)
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 LIST = Rule("a list", lambda value: isinstance(value, list))

@@ -1,0 +1,143 @@
+"""Grading: sheets to grades. A right answer is a point; a wrong one and a blank are none."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults import UserError
+from quizzes.bank import Bank, Question, Quiz
+from quizzes.classcsv import read_class
+from quizzes.sheet import Sheet, read_sheet
+from quizzes.stats import Item, is_right, items
+from roster import Roster, Student
+from shapes import moment
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One student's grade for one quiz."""
+
+    student: str
+    name: str
+    sheet: Sheet
+    right: dict[str, bool]  # question id -> right, of the questions that are graded
+
+    @property
+    def points(self) -> int:
+        """How many were right."""
+        return sum(self.right.values())
+
+    @property
+    def answered(self) -> int:
+        """How many were not left blank."""
+        return sum(self.sheet.answers.get(name) is not None for name in self.right)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A class's grades for one quiz, what they say about its questions, and who of the roster handed in nothing."""
+
+    quiz: Quiz
+    questions: list[Question]
+    grades: list[Grade]
+    items: list[Item]
+    missing: list[Student]
+
+
+def find_files(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """(answer files, files left aside): of a folder all .json files in it, at any depth; files as they are given.
+
+    Left aside are other files, among them hidden ones, which macOS puts into zips.
+    """
+    taken: list[Path] = []
+    aside: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files = sorted(found for found in path.rglob("*") if found.is_file())
+            for found in files:
+                is_sheet = found.suffix.lower() == ".json" and not found.name.startswith(".")
+                (taken if is_sheet else aside).append(found)
+        elif path.suffix.lower() in (".json", ".csv"):
+            taken.append(path)
+        else:
+            raise UserError(f"{path}: neither a folder nor a .json or .csv file")
+    unique = {os.path.realpath(path): path for path in reversed(taken)}  # a file given twice is one file
+    return [path for path in taken if unique.get(os.path.realpath(path)) is path], aside
+
+
+def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -> list[Sheet]:
+    """All sheets of these files. `lesson` is what a class CSV is about, where it does not say."""
+    sheets: list[Sheet] = []
+    for path in paths:
+        sheets += read_class(path, bank, lesson) if path.suffix.lower() == ".csv" else [read_sheet(path, bank)]
+    if lesson is not None:
+        wanted = bank.quiz(lesson)
+        for sheet in sheets:
+            if sheet.quiz is not wanted:
+                raise UserError(f"{sheet.place}: answers to {sheet.quiz.lesson}; {wanted.lesson} is to be graded")
+    if not sheets:
+        raise UserError("no answer sheet was found; .json files, folders of them, or a .csv are expected")
+    return sheets
+
+
+def grade(sheets: list[Sheet], stages: tuple[str, ...], roster: Roster | None, newest: bool) -> list[Graded]:
+    """Grade each quiz that occurs, in the order of the lessons.
+
+    UserError for a student who is not in the roster, and for two sheets of one student unless `newest`.
+    """
+    graded = []
+    for quiz in sorted({sheet.quiz for sheet in sheets}, key=lambda quiz: quiz.lesson):
+        chosen: dict[str, tuple[Student, Sheet]] = {}
+        for sheet in sheets:
+            if sheet.quiz is quiz:
+                student = _student(sheet, roster)
+                key = student.id.casefold()
+                if key in chosen:
+                    sheet = _newer(student, chosen[key][1], sheet, newest)
+                chosen[key] = (student, sheet)
+        graded.append(_graded(quiz, stages, list(chosen.values()), roster))
+    return graded
+
+
+def _graded(quiz: Quiz, stages: tuple[str, ...], chosen: list[tuple[Student, Sheet]], roster: Roster | None) -> Graded:
+    questions = quiz.of(stages)
+    if not questions:
+        raise UserError(f"{quiz.lesson} has no question of stage {', '.join(stages)}")
+    grades = []
+    for student, sheet in sorted(chosen, key=lambda pair: (pair[0].id.casefold(), pair[0].id)):
+        right = {question.id: is_right(question, sheet.answers) for question in questions}
+        grades.append(Grade(student.id, student.name, sheet, right))
+    present = {student.id for student, _ in chosen}
+    missing = [student for student in roster.students if student.id not in present] if roster else []
+    return Graded(quiz, questions, grades, items(questions, [each.sheet.answers for each in grades]), missing)
+
+
+def _student(sheet: Sheet, roster: Roster | None) -> Student:
+    """Who wrote it. A sheet that does not say goes by the name of its file."""
+    name = sheet.student or sheet.path.stem
+    if roster is None:
+        return Student(name, sheet.name or "")
+    try:
+        found = roster.find(name)
+    except UserError as error:
+        raise UserError(f"{sheet.place}: {error}") from error
+    if found is None:
+        raise UserError(f"{sheet.place}: the student {name!r} is not in {roster.path}")
+    return found
+
+
+def _newer(student: Student, first: Sheet, second: Sheet, newest: bool) -> Sheet:
+    """Of two sheets of a student the newer: by row in one file, by `time` if both say, else by the files' times."""
+    if not newest:
+        raise UserError(f"two sheets of student {student.id!r}: {first.place} and {second.place}; --newest takes one")
+    if first.path == second.path:
+        return max(first, second, key=lambda sheet: sheet.line)
+    times = [_time(sheet, bool(first.time and second.time)) for sheet in (first, second)]
+    if times[0] == times[1]:
+        raise UserError(f"two sheets of student {student.id!r} are equally new: {first.place} and {second.place}")
+    return first if times[0] > times[1] else second
+
+
+def _time(sheet: Sheet, recorded: bool) -> float:
+    return moment(sheet.time).timestamp() if recorded and sheet.time else sheet.path.stat().st_mtime
