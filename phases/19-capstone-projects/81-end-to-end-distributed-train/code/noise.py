@@ -12,7 +12,11 @@ class Noise:
 
     def __init__(self, seed: int, device: torch.device):
         self.device = device
-        self.state = torch.Generator(device).manual_seed(seed).get_state()
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Begin the stream anew, with another seed."""
+        self.state = torch.Generator(self.device).manual_seed(seed).get_state()
 
     def __enter__(self):
         self._outside = self._read()

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from determinism import noise_seed
 from grid import AXES, Grid
 from noise import Noise
 from pipeline import Pipeline
@@ -15,6 +16,9 @@ from stages import layers_of, take_layers
 from tensor_parallel import is_split, split_block
 from tied import TiedWeight
 from zero import ZeroOptimizer
+
+
+OWN = 1_000_000  # streams of noise from here on are of one rank alone
 
 
 class _Row:
@@ -35,18 +39,24 @@ class Part:
         self.grid, self.plan, self.recipe, place = grid, plan, recipe, grid.place
         whole, device = recipe.build(), grid.world.device
         self.names = [name for name, _ in take_layers(whole, layers_of(recipe.blocks)).named_parameters()]
-        torch.manual_seed(recipe.seed + 1 + place["dp"] * plan.pp + place["pp"])  # noise, the same along tp
-        own_noise = Noise(recipe.seed + 1_000_000 + grid.rank, device)
+        self.own_noise = Noise(0, device)
+        self.seed_noise(0)
         self.stage = take_layers(whole, layers_of(recipe.blocks, place["pp"], plan.pp))
         if plan.tp > 1:
             for name, layer in self.stage.named_children():
                 if name.startswith("block"):
-                    split_block(layer, grid.tp.unchecked(), own_noise)
+                    split_block(layer, grid.tp.unchecked(), self.own_noise)
         self.stage.to(device, DTYPES[plan.dtype])
         self.tied = self._tie() if recipe.tied and plan.pp > 1 else None
         self.optimizer = self._make_optimizer()
         self.pipelines: dict[tuple[int, int], Pipeline] = {}
         self.divisor = 1.0
+
+    def seed_noise(self, step: int) -> None:
+        """Begin this rank's noise as a function of the seed, the steps done, and the rank: two streams."""
+        place, seed = self.grid.place, self.recipe.seed
+        torch.manual_seed(noise_seed(seed, step, place["dp"] * self.plan.pp + place["pp"]))  # the same along tp
+        self.own_noise.restart(noise_seed(seed, step, OWN + self.grid.rank))
 
     def _tie(self) -> TiedWeight:
         """Join the embedding of the first stage and the head of the last (lesson 79)."""

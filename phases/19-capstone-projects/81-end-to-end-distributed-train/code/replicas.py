@@ -17,7 +17,7 @@ class ReplicatedAdam:
     """
 
     def __init__(self, stage: nn.Module, number: int, lr: float, comm: Comm):
-        gradients = StageGradients({number: stage}, comm)
+        gradients, self.comm = StageGradients({number: stage}, comm), comm.unchecked()
         self.launch, self.units, self.steps = gradients.launch, gradients.units[number], 0
         self.param_groups = [{"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]
         for unit in self.units:
@@ -50,3 +50,42 @@ class ReplicatedAdam:
             "gradients": live_bytes([unit.memory for unit in self.units] + [param.grad for param in params]),
             "optimizer": live_bytes([tensor for pair in self.moments for tensor in pair]),
         }
+
+    def layout(self) -> list[dict]:
+        """Return which elements of each flat unit this rank saves: the first replica all, the others none."""
+        return [
+            {
+                "unit": f"unit{i}",
+                "start": 0 if self.comm.rank == 0 else unit.numel,
+                "end": unit.numel,
+                "total": unit.numel,
+            }
+            for i, unit in enumerate(self.units)
+        ]
+
+    def state_dict(self) -> dict:
+        """Return what this rank saves, the live tensors: all of it on the first replica, no elements on the others."""
+        names = ("master", "exp_avg", "exp_avg_sq")
+        tensors = [[unit.data, *moments] for unit, moments in zip(self.units, self.moments, strict=True)]
+        return {
+            "state": {
+                place["unit"]: {
+                    name: tensor[place["start"] : place["end"]] for name, tensor in zip(names, own, strict=True)
+                }
+                for place, own in zip(self.layout(), tensors, strict=True)
+            },
+            "steps": self.steps,
+            "skipped_steps": 0,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict) -> None:
+        """Restore what `state_dict` returned; the other replicas get it from the first. All of them call it."""
+        self.steps = saved["steps"]
+        for (unit, own), whole, moments in zip(
+            self.state_dict()["state"].items(), self.units, self.moments, strict=True
+        ):
+            for name, tensor in own.items():
+                tensor.copy_(saved["state"][unit][name])
+            for tensor in (whole.data, *moments):
+                self.comm.broadcast(tensor)

@@ -4,6 +4,7 @@ It is lesson 80's `load_resharded` that reads: each rank gets the elements that 
 the ranks look whose checkpoint it is: of another job nothing would fit, and the reason is in its settings.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from manifest import CheckpointError, read_manifest
@@ -13,27 +14,39 @@ from storage import DISK
 from team import Team
 
 
-def read_checkpoint(folder: Path | str, comm, owner: dict, layout: list[dict], may_change: tuple = ()) -> dict:
+def read_checkpoint(folder: Path | str, comm, check_owner: Callable[[dict], str], layout: list[dict]) -> dict:
     """Return what this rank needs of a checkpoint; all ranks call it. "random" becomes the list of all that saved one.
 
-    `owner` is what the state's "job" must be, except for the names in `may_change`; `layout` (see lesson 80) says which
-    elements this rank wants. Raises the same CheckpointError on every rank if it is another's, damaged, or none at all.
+    `check_owner` is given the "job" of the saved state, and says what is wrong with it, if anything. `layout` (see
+    lesson 80) says which elements this rank wants. Raises the same CheckpointError on every rank if the checkpoint is
+    another's, damaged, or none at all.
     """
-    Team.of_comm(comm).together(lambda rank: check_owner(folder, owner, may_change))
+
+    def look(rank: int) -> None:
+        if fault := check_owner(saved_job(folder)):
+            raise CheckpointError(f"{folder}: {fault}")
+
+    Team.of_comm(comm).together(look)
     return load_resharded(folder, comm, layout=layout, per_rank=("random",))
 
 
-def check_owner(folder: Path | str, owner: dict, may_change: tuple = ()) -> None:
-    """Raise CheckpointError, naming each difference, unless rank 0's shard says that this job has saved it."""
+def saved_job(folder: Path | str) -> dict:
+    """Return what a checkpoint says of the job that saved it, from the header of rank 0's shard.
+
+    Raises CheckpointError if it says nothing.
+    """
     with ShardReader(Path(folder), 0, read_manifest(folder), DISK) as reader:
         saved = reader.read_header().header.build(reader.header.entries)
-    was = saved.get("job") if isinstance(saved, dict) else None
-    if not isinstance(was, dict):
+    if not isinstance(saved, dict) or not isinstance(saved.get("job"), dict):
         raise CheckpointError(f"{folder}: not a checkpoint of this training loop: it does not say of which job")
+    return saved["job"]
+
+
+def changes(was: dict, now: dict, may_change: tuple = ()) -> str:
+    """Say which settings of a job are not what they were, but for those in `may_change`; "" if none is."""
     changed = [
         f"{name} was {was.get(name)!r}, is {value!r}"
-        for name, value in owner.items()
+        for name, value in now.items()
         if was.get(name) != value and name not in may_change
     ]
-    if changed:
-        raise CheckpointError(f"{folder}: saved by another job: {'; '.join(changed)}")
+    return f"saved by another job: {'; '.join(changed)}" if changed else ""

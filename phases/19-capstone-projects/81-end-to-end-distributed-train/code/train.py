@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from gpt import MiniGPT
 from job import Job
 from memory import check_whole
 from mesh import must_agree  # 76: one error on every rank, before anything is changed
-from resume import read_checkpoint  # 80's load_resharded, by its owner only
+from resume import changes, read_checkpoint  # 80's load_resharded, for its owner only
 from zero import ZeroOptimizer  # 78: the mean gradient, sharded Adam
 
 EXAM = 128  # held-out sequences that an exam consists of
@@ -41,7 +43,7 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
     more than twice the one before. Steps count from 1.
     """
     trainer = Trainer(job, rank, world_size, comm)
-    trainer.on_spike, comm, optimizer = on_spike, trainer.comm, trainer.optimizer
+    trainer.spikes, comm, optimizer = SpikeHook(on_spike) if on_spike else None, trainer.comm, trainer.optimizer
     start = trainer.load(job.resume) if job.resume else 0
     if job.inject_nan and job.inject_nan[0] <= start:
         raise CheckpointError(f"{job.resume}: saved after {start} steps, but the drill is for step {job.inject_nan[0]}")
@@ -69,7 +71,11 @@ def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dic
 class Trainer:
     """One rank of a job: its model, its optimizer, and where it stands in the data. All ranks make one.
 
-    Raises ValueError on every rank if they disagree on the job. `on_spike`: see `train`.
+    `spikes`, if it is set, hears every step's loss on every rank, before any parameter changes, and may raise. `wish`
+    is what this rank would have all ranks know at its next step (that it was asked to stop, say); `wishes` are all
+    ranks' of the last step. They travel with the losses, and cost no message.
+
+    Raises ValueError on every rank if they disagree on the job.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int, comm=None):
@@ -86,8 +92,8 @@ class Trainer:
         sequences = min(EXAM, (len(job.corpus.held_out) - 1) // job.seq)
         self.exam = Batches(job.corpus.held_out, sequences, job.seq, seed=0).batch(0)
         torch.manual_seed(noise_seed(job.seed, 0, rank))  # noise: each rank its own dropout
-        self.on_spike: Callable | None = None
-        self.previous_loss = math.inf
+        self.spikes: SpikeHook | None = None  # or anything like it
+        self.wish, self.wishes = "", [""] * world_size
 
     def step(self, step: int) -> dict:
         """Do one optimizer step; return its row: number (from 1), mean loss over all ranks, gradient norm, seconds."""
@@ -98,10 +104,9 @@ class Trainer:
         weight = Fraction(self.world_size, len(everything))  # of a row: the mean over ranks is the mean over all rows
         with poisoned(self.model) if job.inject_nan == (step, self.rank) else nullcontext():
             loss = backward(self.model, mine, job.microbatches, weight, optimizer.no_sync)
-        loss = guard(self.comm, step, loss, optimizer)
-        if self.on_spike is not None and loss > SPIKE * self.previous_loss:
-            self.on_spike(step, self.previous_loss, loss)
-        self.previous_loss = loss
+        loss, self.wishes = guard(self.comm, step, loss, optimizer, self.wish)
+        if self.spikes is not None:
+            self.spikes.check(step, loss)
         norm = optimizer.clip_grad_norm_(job.clip).item()  # of the mean gradient, the same on every rank
         if not math.isfinite(norm):
             raise NonFiniteError(f"step {step}: the mean gradient's norm is {norm}; no parameter was changed")
@@ -109,6 +114,10 @@ class Trainer:
         optimizer.step()
         optimizer.zero_grad()
         return {"step": step, "loss": loss, "norm": norm, "seconds": time.perf_counter() - began}
+
+    def skip(self, steps: int) -> None:
+        """Pass over the samples of so many steps: they count as drawn."""
+        self.drawn += steps * self.batches.rows
 
     def state(self, position: int) -> dict:
         """Return what this rank must save to go on exactly here, after `position` steps.
@@ -120,6 +129,7 @@ class Trainer:
             "job": self.identity,
             "position": position,  # steps done: the learning rate follows from it
             "data": self.batches.position(self.drawn),  # what was really drawn: the next batch follows from it
+            "losses": [] if self.spikes is None else list(self.spikes.losses),  # that the next one is compared with
             "random": random_state(self.comm.device),
             "optimizer": {key: value for key, value in optimizer.items() if key != "layout"},
             "layout": self._layout(),  # which elements of the flat buffers this shard holds, for the manifest
@@ -131,12 +141,15 @@ class Trainer:
         Raises the same CheckpointError on every rank, with nothing changed, if the checkpoint is damaged, of another
         job, or not of this loop at all.
         """
-        saved = read_checkpoint(folder, self.comm, self.identity, self._layout(), self.job.may_change)
+        differs = partial(changes, now=self.identity, may_change=self.job.may_change)
+        saved = read_checkpoint(folder, self.comm, differs, self._layout())
         for fault in filter(None, self.comm.agree(self._fault_in(saved))):
             raise CheckpointError(f"{folder}: {fault}")
         self.optimizer.load_state_dict(saved["optimizer"] | {"layout": self.optimizer.layout()})
         self.optimizer.zero_grad()  # of a step that was given up
-        self.drawn, self.previous_loss = self.batches.drawn_at(saved["data"]), math.inf
+        self.drawn = self.batches.drawn_at(saved["data"])
+        if self.spikes is not None:
+            self.spikes.forget(saved["losses"])
         if len(saved["random"]) == self.world_size:
             set_random_state(saved["random"][self.rank])
         else:  # noise belongs to ranks, and these are others
@@ -149,10 +162,12 @@ class Trainer:
     def _fault_in(self, saved: dict) -> str | None:
         """Say why this run cannot go on from a saved state; None if it can."""
         try:
-            check_whole("position", saved["position"], least=1)
+            check_whole("position", saved["position"], least=0)
             if saved["position"] >= self.job.steps:
                 return f"saved after {saved['position']} steps, and the run has only {self.job.steps}"
             self.batches.drawn_at(saved["data"])
+            if not all(isinstance(loss, float) for loss in saved["losses"]):
+                return f"losses: expected numbers, found {saved['losses']}"
             if len(saved["random"]) != self.world_size:
                 return None
             mine = random_state(self.comm.device)
@@ -210,18 +225,39 @@ def poisoned(model: MiniGPT):
         hook.remove()
 
 
-def guard(comm, step: int, loss: float, optimizer: ZeroOptimizer) -> float:
-    """Return the mean loss over all ranks. If any rank's loss or gradient is not finite, all ranks stop, naming it."""
+def guard(comm, step: int, loss: float, optimizer: ZeroOptimizer, wish: str = "") -> tuple[float, list[str]]:
+    """Return the mean loss over all ranks, and what each rank wishes (a few letters).
+
+    If any rank's loss or gradient is not finite, all ranks raise the same NonFiniteError, which names it.
+    """
     if optimizer.stage == 1:
         finite = all(bool(torch.isfinite(unit.grad).all()) for unit in optimizer.units)
     else:  # the gradients have left already, and the optimizer has looked at them
         finite = not any(bool(shard.own_bad) for shard in optimizer.shards)
-    facts = comm.agree({"loss": loss, "finite": finite})
+    facts = comm.agree({"loss": loss, "finite": finite, "wish": wish})
     for rank, fact in enumerate(facts):
         if not fact["finite"] or not math.isfinite(fact["loss"]):
             what = "gradient" if math.isfinite(fact["loss"]) else f"loss is {fact['loss']} and its gradient"
             raise NonFiniteError(f"step {step}: rank {rank}'s {what} is not finite; no parameter was changed")
-    return sum(fact["loss"] for fact in facts) / len(facts)
+    return sum(fact["loss"] for fact in facts) / len(facts), [fact["wish"] for fact in facts]
+
+
+@dataclass
+class SpikeHook:
+    """Calls `on_spike(step, loss before, loss)` for a loss of more than SPIKE times the one before."""
+
+    on_spike: Callable
+    losses: list[float] = field(default_factory=list)  # the last one, if there was one
+
+    def check(self, step: int, loss: float) -> None:
+        """Look at a step's loss; what the hook raises stops the run before this step."""
+        if self.losses and loss > SPIKE * self.losses[-1]:
+            self.on_spike(step, self.losses[-1], loss)
+        self.losses = [loss]
+
+    def forget(self, losses: list[float]) -> None:
+        """Forget all losses but these, which a checkpoint holds."""
+        self.losses = losses[-1:]
 
 
 def held_masters(saved: dict) -> torch.Tensor:
@@ -242,5 +278,5 @@ def digest(optimizer: ZeroOptimizer) -> str:
     hasher = hashlib.sha256()
     with optimizer.gathered():
         for unit in optimizer.units:
-            hasher.update(unit.data[: unit.numel].cpu().view(torch.uint8).numpy())
+            hasher.update(unit.data[: unit.numel].clone().cpu().view(torch.uint8).numpy())  # numpy pins what it sees
     return hasher.hexdigest()[:16]

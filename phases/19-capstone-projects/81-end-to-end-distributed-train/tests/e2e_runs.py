@@ -16,6 +16,11 @@ def virtual(world_size: int, job: Job, on_spike=None, seed: int = 0) -> list[dic
     return cluster.run(lambda mesh: train(mesh.rank, world_size, job, MeshComm(mesh), on_spike))
 
 
+def outcomes(log: dict) -> list[dict]:
+    """All that a run is, but for how long it took."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in log["rows"]]
+
+
 @dataclass(frozen=True)
 class DoubleJob(Job):
     """A job in fp64: rounding is 2^-29 times that of fp32, everything else is the same."""
