@@ -60,7 +60,8 @@ def _quiz(table: Table, columns: list[str], bank: Bank, lesson: str | None) -> Q
         if row is None:
             raise table.fault(table.heading.line, "no row follows the heading")
         return _find(table, row, row.value(columns.index("lesson")), bank)
-    matching = [quiz for quiz in bank.sound() if any(name in columns for name in _headings(quiz))]
+    fits = {quiz: sum(column in _headings(quiz) for column in columns) for quiz in bank.sound()}
+    matching = [quiz for quiz, count in fits.items() if count and count == max(fits.values())]
     if len(matching) != 1:
         found = " and ".join(quiz.lesson for quiz in matching) or "none"
         message = f"the columns must hold the questions of one lesson, by id or text; found: {found}"

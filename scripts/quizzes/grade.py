@@ -62,8 +62,12 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
             taken.append(path)
         else:
             raise UserError(f"{path}: neither a folder nor a .json or .csv file")
-    unique = {os.path.realpath(path): path for path in reversed(taken)}  # a file given twice is one file
-    return [path for path in taken if unique.get(os.path.realpath(path)) is path], aside
+    return _once(taken), _once(aside)
+
+
+def _once(paths: list[Path]) -> list[Path]:
+    """Without the second mention of a file that was given twice."""
+    return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
 def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -> list[Sheet]:
