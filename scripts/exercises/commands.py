@@ -9,7 +9,7 @@ from pathlib import Path
 
 from exercises import folder as folders
 from exercises.folder import Files, check_free, write_folder
-from exercises.proof import Finding, prove_lesson
+from exercises.proof import Finding, prove_lessons
 from exercises.starter import export_files, starter_files
 from exercises.trial import Report, Trial, check_deadline, try_folder
 from lessons import Course, Lesson
@@ -28,10 +28,16 @@ def register(add: Callable) -> None:
     export.add_argument("--json", action="store_true", help="print what was written as JSON")
     trying = add("try", try_exercises, "test your functions in order, until one does not pass: then its hint")
     trying.add_argument("folder", metavar="DIR", type=Path, help="a folder that course start has made")
-    trying.add_argument("exercise", metavar="ID", nargs="?", help="only this one, and those that it depends on")
+    trying.add_argument(
+        "exercise", metavar="ID", nargs="?", help="only this one, and what is written of those it builds on"
+    )
     trying.add_argument("--deadline", type=float, default=300.0, metavar="S", help="seconds for one (default: 300)")
     trying.add_argument("--json", action="store_true", help="print the result as JSON")
-    proof = add("check-exercises", check_exercises, "prove that each exercise can be solved, and that its tests notice")
+    proof = add(
+        "check-exercises",
+        check_exercises,
+        "prove that the lessons' code solves each exercise, and that its tests notice where it is missing",
+    )
     proof.add_argument("lessons", metavar="NN", nargs="*", help="numbers of lessons (default: all)")
     proof.add_argument("--only", action="append", default=[], metavar="ID", help="only this exercise")
     proof.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="J", help="at a time (default: one a core)")
@@ -125,7 +131,6 @@ def check_exercises(course: Course, args: argparse.Namespace) -> int:
     check_deadline(args.deadline)
     begin = time.monotonic()
     lessons = [course.find(name) for name in args.lessons] or course.lessons
-    findings: list[Finding] = []
 
     def tell(finding: Finding) -> None:
         if not args.json:
@@ -134,8 +139,7 @@ def check_exercises(course: Course, args: argparse.Namespace) -> int:
                 f"{finding.lesson[:2]} {finding.exercise} {finding.claim} {finding.seconds:.1f} s: {result}", flush=True
             )
 
-    for lesson in lessons:
-        findings += prove_lesson(course, lesson, args.only, args.deadline, args.jobs, tell)
+    findings = prove_lessons(course, lessons, args.only, args.deadline, args.jobs, tell)
     faults = sum(bool(finding.fault) for finding in findings)
     if args.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2, ensure_ascii=False))

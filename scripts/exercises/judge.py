@@ -25,19 +25,20 @@ class Verdict:
 
     status: str
     seconds: float
-    test: str = ""  # the first that failed
+    test: str = ""  # the first that failed, as unittest writes it
     message: str = ""  # what it said, shortened
     output: str = ""  # all that was printed
 
 
-def judge(tests_folder: Path, tests: Sequence[str], deadline: float) -> Verdict:
+def judge(tests_folder: Path, tests: Sequence[str], deadline: float, failfast: bool = True) -> Verdict:
     """`python -m unittest TESTS` in the folder, until the first failure. No process of it is left, whatever happens."""
     begin = time.monotonic()
-    command = [sys.executable, "-X", "faulthandler", "-m", "unittest", "--failfast", *tests]
+    options = ["--failfast"] if failfast else []
+    command = [sys.executable, "-X", "faulthandler", "-m", "unittest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "utf-8"}
     with tempfile.TemporaryFile() as output:
-        options = dict(cwd=tests_folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-        process = subprocess.Popen(command, start_new_session=True, **options)
+        streams = dict(cwd=tests_folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, start_new_session=True, **streams)
         try:
             code = _wait(process, deadline)
         finally:
@@ -56,6 +57,20 @@ def judge(tests_folder: Path, tests: Sequence[str], deadline: float) -> Verdict:
     if block is None:
         return Verdict("failed", seconds, "", "\n".join(text.splitlines()[-SHOWN:]), text)
     return Verdict("failed", seconds, block[1], _shortened(text[block.end() :]), text)
+
+
+def failed_tests(output: str) -> set[str]:
+    """test_file.Class.test_method of each that failed; less of it where a class or a file could not begin."""
+    found = set()
+    for match in _BLOCK.finditer(output):
+        name, _, place = match[1].partition(" (")
+        place = place.partition(")")[0]
+        if place.startswith("unittest.loader._FailedTest"):
+            place = name
+        elif name.startswith("test") and not place.endswith(f".{name}"):
+            place = f"{place}.{name}"  # before Python 3.11
+        found.add(place)
+    return found
 
 
 def _wait(process: subprocess.Popen, deadline: float) -> int | None:

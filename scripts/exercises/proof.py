@@ -1,21 +1,22 @@
-"""What CI proves of exercises: who has solved those before it can solve each, and its tests notice if not."""
+"""What CI proves of exercises: the lesson's code solves each, and its tests notice where it is missing."""
 
 import compileall
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from exercises.folder import borrowed_files, lesson_files, write_folder
-from exercises.judge import judge
-from exercises.model import Exercise, load_exercises, with_dependencies
+from exercises.judge import Verdict, failed_tests, judge
+from exercises.model import Exercise, load_exercises
 from exercises.starter import starter_files, stubbed
-from exercises.surgery import is_stub
+from faults import UserError
 from lessons import Course, Lesson
 
 
@@ -25,7 +26,7 @@ class Finding:
 
     lesson: str
     exercise: str
-    claim: str
+    claim: str  # solution, starter or stub
     seconds: float
     fault: str = ""
 
@@ -41,7 +42,47 @@ class Bench:
         write_folder(self.base, {path: data for path, data in files.items() if not path.endswith(".md")})
         compileall.compile_dir(self.base, quiet=2)
 
-    def copy(self, name: str, stubs: list[Exercise]) -> Path:
+    def prove_solution(self, deadline: float) -> Finding:
+        """Every test that an exercise names passes with the lesson's own code."""
+        verdict = self._judge("solution", [], self._all_tests(), deadline)
+        fault = "" if verdict.status == "passed" else f"{verdict.status}: {verdict.test} {verdict.message}"
+        return Finding(self.lesson.id, "(all)", "solution", verdict.seconds, fault)
+
+    def prove_stub(self, exercise: Exercise, deadline: float) -> Finding:
+        """Where only this exercise is missing, its tests fail and show its hint."""
+        verdict = self._judge(exercise.id, [exercise], exercise.tests, deadline)
+        if verdict.status == "failed" and not _shows(verdict.output, exercise.stub_text):  # at the first failure
+            verdict = self._judge(exercise.id, [exercise], exercise.tests, deadline, failfast=False)
+        fault = ""
+        if verdict.status != "failed":
+            fault = f"the tests do not notice that it is missing: {verdict.status} {verdict.message}"
+        elif not _shows(verdict.output, exercise.stub_text):
+            fault = f"its hint is not shown: {verdict.test} {verdict.message}"
+        return Finding(self.lesson.id, exercise.id, "stub", verdict.seconds, fault)
+
+    def prove_starter(self, deadline: float) -> Finding:
+        """The starter: the same bytes twice, its stubs are the exercises, each module imports, each exercise fails."""
+        files = starter_files(self.course, self.lesson)
+        faults = [] if files == starter_files(self.course, self.lesson) else ["two starters differ"]
+        code = "".join(files[path].decode() for path in files if path.endswith(".py") and path in self.sources)
+        ids = set(re.findall(r'NotImplementedError\(\s*"\[([^]]+)\] ', code))
+        known = {exercise.id for exercise in self.exercises}
+        faults += [f"stubs of {sorted(ids)}, exercises {sorted(known)}"] if ids != known else []
+        folder = self._copy("starter", self.exercises)
+        try:
+            faults += self._import_faults(folder)
+            verdict = judge(folder / self.lesson.path / "tests", self._all_tests(), deadline, failfast=False)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        failed = failed_tests(verdict.output)
+        quiet = [exercise.id for exercise in self.exercises if not any(_covers(exercise, test) for test in failed)]
+        faults += [f"nothing fails of {', '.join(quiet)} ({verdict.status})"] if quiet else []
+        return Finding(self.lesson.id, "(all)", "starter", verdict.seconds, "; ".join(faults))
+
+    def _all_tests(self) -> list[str]:
+        return sorted({test for exercise in self.exercises for test in exercise.tests})
+
+    def _copy(self, name: str, stubs: list[Exercise]) -> Path:
         """A folder of its own in which the functions of these exercises are stubs."""
         folder = self.home / name
         shutil.copytree(self.base, folder)
@@ -51,63 +92,52 @@ class Bench:
             (folder / path).write_text(text, encoding="utf-8")
         return folder
 
-    def prove(self, exercise: Exercise, claim: str, deadline: float) -> Finding:
-        """Run the exercise's tests where it and what it depends on are solved, or where it alone of these is a stub."""
-        solved = with_dependencies(self.exercises, exercise)
-        if claim == "stub":
-            solved.remove(exercise)
-        folder = self.copy(f"{exercise.id}-{claim}", [other for other in self.exercises if other not in solved])
+    def _judge(self, name: str, stubs: list[Exercise], tests: Sequence[str], deadline: float, **how: bool) -> Verdict:
+        folder = self._copy(name, stubs)
         try:
-            verdict = judge(folder / self.lesson.path / "tests", exercise.tests, deadline)
+            return judge(folder / self.lesson.path / "tests", tests, deadline, **how)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        said = " ".join(verdict.output.split())
-        if claim == "solved":
-            hit = [other.id for other in self.exercises if f"[{other.id}] " in said]
-            because = f"; they need {', '.join(hit)}" if hit else ""
-            fault = "" if verdict.status == "passed" else f"{verdict.status}{because}: {verdict.test} {verdict.message}"
-        elif verdict.status == "failed":
-            fault = "" if " ".join(exercise.stub_text.split()) in said else f"its hint is not shown: {verdict.message}"
-        else:
-            fault = f"the tests do not notice that it is missing: {verdict.status} {verdict.message}"
-        return Finding(self.lesson.id, exercise.id, claim, verdict.seconds, fault)
 
-    def prove_starter(self) -> list[Finding]:
-        """The starter is the same bytes twice, its stubs are the exercises, and every module of it imports."""
-        files = starter_files(self.course, self.lesson)
-        faults = [] if files == starter_files(self.course, self.lesson) else ["two starters differ"]
-        for exercise in self.exercises:
-            for module, names in exercise.by_module.items():
-                text = files[self.lesson.rel("code", f"{module}.py")].decode()
-                faults += [f"{module}.{name} is no stub" for name in names if not is_stub(text, name)]
-        folder = self.home / "starter"
-        write_folder(folder, files)
+    def _import_faults(self, folder: Path) -> list[str]:
         names = [path.stem for path in self.lesson.modules()]
         code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
-        path = os.pathsep.join(map(str, folder.glob("phases/*/*/code")))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folder.glob("phases/*/*/code")))}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-        faults += [f"a module does not import: {run.stderr[-500:]}"] if run.returncode else []
-        return [Finding(self.lesson.id, "(all)", "starter", 0.0, "; ".join(faults))]
+        return [f"a module does not import: {run.stderr[-500:]}"] if run.returncode else []
 
 
-def prove_lesson(
-    course: Course, lesson: Lesson, ids: list[str], deadline: float, jobs: int, tell: Callable[[Finding], None]
+def _shows(output: str, text: str) -> bool:
+    """Whether a text was printed, however its lines were broken."""
+    return " ".join(text.split()) in " ".join(output.split())
+
+
+def _covers(exercise: Exercise, test: str) -> bool:
+    """Whether a test that failed is one of the exercise's; of a class that could not begin, all are."""
+    return any(test == name or test.startswith(f"{name}.") or name.startswith(f"{test}.") for name in exercise.tests)
+
+
+def prove_lessons(
+    course: Course, lessons: list[Lesson], ids: list[str], deadline: float, jobs: int, tell: Callable[[Finding], None]
 ) -> list[Finding]:
-    """All proofs of a lesson, `jobs` at a time; `tell` hears of each as it is done."""
-    with tempfile.TemporaryDirectory(prefix="course-prove-") as holder:
-        bench = Bench(course, lesson, Path(holder).resolve())
-        wanted = [exercise for exercise in bench.exercises if not ids or exercise.id in ids]
-        findings = [] if ids or not wanted else bench.prove_starter()
-        for finding in findings:
-            tell(finding)
-        with ThreadPoolExecutor(jobs) as pool:
-            started = [
-                pool.submit(bench.prove, exercise, claim, deadline)
-                for exercise in wanted
-                for claim in ("solved", "stub")
-            ]
-            for future in started:
-                findings.append(future.result())
-                tell(findings[-1])
+    """All proofs of these lessons, or those of some exercises alone, `jobs` at a time; `tell` hears of each."""
+    known = [exercise.id for lesson in lessons for exercise in load_exercises(lesson)]
+    if unknown := [name for name in ids if name not in known]:
+        raise UserError(f"no exercise {unknown[0]!r} in {', '.join(lesson.id for lesson in lessons)}")
+    if jobs < 1:
+        raise UserError(f"--jobs is {jobs}; 1 or more are expected")
+    with tempfile.TemporaryDirectory(prefix="course-prove-") as holder, ThreadPoolExecutor(jobs) as pool:
+        started = []
+        for lesson in lessons:
+            bench = Bench(course, lesson, Path(holder).resolve() / lesson.id)
+            if bench.exercises and not ids:
+                started.append(pool.submit(bench.prove_solution, 3 * deadline))
+                started.append(pool.submit(bench.prove_starter, 3 * deadline))
+            for exercise in bench.exercises:
+                if not ids or exercise.id in ids:
+                    started.append(pool.submit(bench.prove_stub, exercise, deadline))
+        findings = []
+        for future in started:
+            findings.append(future.result())
+            tell(findings[-1])
     return findings

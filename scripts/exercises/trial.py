@@ -3,13 +3,13 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
 from exercises.folder import Marker, lesson_files, read_marker, version, write_folder
 from exercises.judge import judge
-from exercises.model import Exercise, choose, read_exercises, with_dependencies
-from exercises.surgery import GraftError, decode, find, is_stub
+from exercises.model import Exercise, choose, names_by_module, read_exercises, with_dependencies
+from exercises.surgery import GraftError, decode, find, graft_all, is_stub
 from faults import UserError
 from lessons import Course, Lesson
 
@@ -44,48 +44,90 @@ class Trial:
 def try_folder(
     course: Course, folder: Path, ids: Sequence[str], deadline: float, tell: Callable[[Report], None] = lambda _: None
 ) -> Trial:
-    """Run the exercises with these ids, and those that they depend on, or all; `tell` hears of each as it is done.
+    """Run all exercises, or those with these ids and what they build on as far as it is written, until one fails.
 
-    A snapshot of the folder is judged, with the course's own tests, so that nothing edited meanwhile counts.
+    A snapshot of the folder is judged, with the course's own tests, so that nothing edited meanwhile counts. Functions
+    that are not written yet are lent by the course: no exercise has to wait for another. `tell` hears of each report.
     UserError for an unknown id and for a folder that `course start` has not made.
     """
     marker = read_marker(folder)
     with tempfile.TemporaryDirectory(prefix="course-try-") as holder:
         copy = Path(holder).resolve()
         shutil.copytree(folder / "phases", copy / "phases", ignore=IGNORED, symlinks=True)
-        own_tests = not _bring_tests(course, marker, copy)
+        own = _same_version(course, marker)
+        if own is not None:
+            _bring_tests(course, own, copy)
         lesson = Lesson(copy, Path(marker.path))
         exercises = read_exercises(lesson)
-        chosen = exercises
-        for name in ids:
-            chosen = with_dependencies(exercises, choose(exercises, [name])[0])
+        unready = {exercise.id: report for exercise in exercises if (report := _unready(lesson, exercise))}
+        if own is not None:
+            _lend(own, lesson, exercises)
         reports: list[Report] = []
-        for exercise in chosen:
-            stopped = any(report.status not in ("passed", "skipped") for report in reports)
-            report = Report(exercise, "not reached") if stopped else _try_one(lesson, exercise, deadline)
+        for exercise in _in_question(exercises, ids, unready):
+            if any(report.status not in ("passed", "skipped") for report in reports):
+                report = Report(exercise, "not reached")
+            else:
+                report = unready.get(exercise.id) or _run(lesson, exercise, deadline)
             shown = report.message.replace(str(copy), str(folder))  # where the learner edits
-            reports.append(Report(exercise, report.status, report.seconds, report.test, shown))
+            reports.append(replace(report, message=shown))
             tell(reports[-1])
-    return Trial(marker, own_tests, reports)
+    return Trial(marker, own is None, reports)
 
 
-def _bring_tests(course: Course, marker: Marker, copy: Path) -> bool:
-    """Put the course's tests and exercises into the copy, if its lesson is the version that the folder was made of."""
+def _in_question(exercises: list[Exercise], ids: Sequence[str], unready: dict[str, Report]) -> list[Exercise]:
+    """In order: all, or those with these ids and, of what they build on, what is written."""
+    wanted = choose(exercises, ids)
+    needed = {other.id for exercise in wanted for other in with_dependencies(exercises, exercise)}
+    return [each for each in exercises if each in wanted or (each.id in needed and each.id not in unready)]
+
+
+def _same_version(course: Course, marker: Marker) -> Lesson | None:
+    """The course's lesson that the folder was made of, if it has not changed since."""
     lesson = next((lesson for lesson in course.lessons if lesson.id == marker.lesson), None)
-    if lesson is None or version(course, lesson) != marker.version:
-        return False
-    files = lesson_files(course, lesson)
-    parts = {path: PurePosixPath(path).relative_to(lesson.path.as_posix()).parts for path in files}
+    return lesson if lesson is not None and version(course, lesson) == marker.version else None
+
+
+def _bring_tests(course: Course, own: Lesson, copy: Path) -> None:
+    """Put the course's tests and exercises into the copy, in place of the learner's."""
     for part in ("tests", "exercises.json"):
-        theirs = copy / marker.path / part
+        theirs = copy / own.path / part
         shutil.rmtree(theirs) if theirs.is_dir() else theirs.unlink(missing_ok=True)
-    write_folder(copy, {path: files[path] for path in files if parts[path][0] in ("tests", "exercises.json")})
-    return True
+    places = (own.path / "tests", own.path / "exercises.json")
+    files = lesson_files(course, own)
+    write_folder(copy, {path: data for path, data in files.items() if any(map(PurePath(path).is_relative_to, places))})
 
 
-def _try_one(lesson: Lesson, exercise: Exercise, deadline: float) -> Report:
+def _lend(own: Lesson, copy: Lesson, exercises: list[Exercise]) -> None:
+    """Put the course's functions into the copy where the learner's are still stubs."""
+    for module, names in names_by_module([name for exercise in exercises for name in exercise.functions]).items():
+        try:
+            text = decode(_source(copy, module).read_bytes())
+            stubs = [name for name in names if _is_stub_in(text, name)]
+            lent = graft_all(text, _source(own, module).read_bytes(), stubs)
+        except (OSError, GraftError):
+            continue  # a module that does not parse: the exercise of it says so
+        if stubs:
+            _source(copy, module).write_text(lent, encoding="utf-8")
+
+
+def _is_stub_in(text: str, name: str) -> bool:
+    """Whether it is there and is a stub."""
+    try:
+        return is_stub(text, name)
+    except GraftError as error:
+        if error.reason.startswith("not Python"):
+            raise
+        return False
+
+
+def _source(lesson: Lesson, module: str) -> Path:
+    return lesson.folder / "code" / f"{module}.py"
+
+
+def _unready(lesson: Lesson, exercise: Exercise) -> Report | None:
+    """Why the exercise need not be run: a function of it is still a stub, or gone, or its module does not parse."""
     for module, names in exercise.by_module.items():
-        path = lesson.folder / "code" / f"{module}.py"
+        path = _source(lesson, module)
         try:
             text = decode(path.read_bytes())
             stubs = [name for name in names if is_stub(text, name)]
@@ -94,10 +136,12 @@ def _try_one(lesson: Lesson, exercise: Exercise, deadline: float) -> Report:
         except GraftError as error:
             return Report(exercise, "broken", message=f"{path}: {error}")
         if stubs:
-            line = find(text, stubs[0]).first
-            return Report(
-                exercise, "not started", message=f"{path}, line {line}: {module}.{stubs[0]} is still to be written"
-            )
+            place = f"{path}, line {find(text, stubs[0]).first}"
+            return Report(exercise, "not started", message=f"{place}: {module}.{stubs[0]} is still to be written")
+    return None
+
+
+def _run(lesson: Lesson, exercise: Exercise, deadline: float) -> Report:
     verdict = judge(lesson.folder / "tests", exercise.tests, deadline)
     return Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message)
 

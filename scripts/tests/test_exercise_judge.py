@@ -10,19 +10,19 @@ from textwrap import dedent
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from exercises.judge import KEPT, judge
+from exercises.judge import KEPT, failed_tests, judge
 
 CASE = "import os, sys, time, subprocess, unittest\nclass TestIt(unittest.TestCase):\n"
 
 
 class TestJudge(unittest.TestCase):
-    def judged(self, body: str, *, deadline: float = 120.0, tests=("test_it",)):
+    def judged(self, body: str, *, deadline: float = 120.0, tests=("test_it",), failfast: bool = True):
         holder = tempfile.TemporaryDirectory()
         self.addCleanup(holder.cleanup)
         self.folder = Path(holder.name)
         text = CASE + "".join(f"    {line}\n" for line in dedent(body).splitlines())
         (self.folder / "test_it.py").write_text(text, encoding="utf-8")
-        return judge(self.folder, tests, deadline)
+        return judge(self.folder, tests, deadline, failfast)
 
     def assert_ends(self, pid: int) -> None:
         """A killed process is gone at once, but not at the same instant."""
@@ -102,6 +102,23 @@ class TestJudge(unittest.TestCase):
         )
         self.assertLess(len(verdict.output), KEPT + 100)
         self.assertEqual(verdict.message, "AssertionError: at the end")
+
+    def test_which_tests_failed(self):
+        verdict = self.judged(
+            """
+            def test_a(self): self.fail()
+            def test_b(self): 1 / 0
+            def test_c(self): pass
+            @classmethod
+            def tearDownClass(cls): raise ValueError
+            """,
+            tests=["test_it", "test_nothing"],
+            failfast=False,
+        )
+        failed = {"test_it.TestIt.test_a", "test_it.TestIt.test_b", "test_it.TestIt", "test_nothing"}
+        self.assertEqual(failed_tests(verdict.output), failed)
+        old = f"{'=' * 70}\nFAIL: test_a (test_it.TestIt)\nIt says so.\n{'-' * 70}\nTraceback"  # Python 3.10's
+        self.assertEqual(failed_tests(old), {"test_it.TestIt.test_a"})
 
     def test_no_input_and_bytes_that_are_no_text(self):
         verdict = self.judged(

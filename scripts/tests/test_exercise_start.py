@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -199,6 +200,21 @@ class TestTry(Learner):
         self.assertIn("2 of 2 exercises passed, 5 of 5 points", self.tried(code=0))
         self.assertIn("2 of 2 exercises passed", self.tried("roll", code=0))
 
+    def test_what_is_not_written_yet_is_lent_by_the_course(self):
+        self.exercises[0]["tests"] = self.exercises[1]["tests"] = ["test_rings.TestRings"]  # both need both functions
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises)
+        self.start()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        self.assertRegex(self.tried(code=1), r"(?m)^turn  passed .*\nroll  not started$")
+        self.assertRegex(self.tried("turn", code=0), "1 of 1 exercises passed")
+
+    def test_one_exercise_needs_what_is_written_of_those_before_it(self):
+        self.start()
+        self.solve(1, "return distance / self.size")
+        self.assertIn("1 of 1 exercises passed, 3 of 3 points", self.tried("roll", code=0))
+        self.solve(0, "return ring")
+        self.assertRegex(self.tried("roll", code=1), r"(?m)^turn  failed [^$]*0 of 2 exercises passed, 0 of 5 points")
+
     def test_json(self):
         self.start()
         self.solve(0, "return ring[1:] + ring[:1]")
@@ -262,6 +278,42 @@ class TestModel(Learner):
         self.replace(f"{self.WHEELS}/exercises.json", '"points": 2', '"points": "2"')
         with self.assertRaisesRegex(UserError, r"exercises.json:\d+: exercise 1: points is '2'"):
             load_exercises(lesson)
+
+
+class TestProof(Learner):
+    def proven(self, *args: str, code: int) -> str:
+        result = self.course("check-exercises", "1", *args, folder=self.work)
+        self.assert_clear(result, code, "")
+        return result.stdout + result.stderr
+
+    def test_good_exercises(self):
+        text = self.proven(code=0)
+        for name in ("(all) solution", "(all) starter", "turn stub", "roll stub"):
+            self.assertRegex(text, rf"(?m)^01 {re.escape(name)} [\d.]+ s: ok$")
+        self.assertIn("4 proofs, 0 faults", text)
+        result = json.loads(self.proven("--only", "roll", "--json", code=0))
+        self.assertEqual([(row["exercise"], row["claim"], row["fault"]) for row in result], [("roll", "stub", "")])
+
+    def test_a_test_that_notices_nothing(self):
+        self.exercises[1]["tests"] = ["test_wheel.TestWheel"]
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises)
+        text = self.proven(code=1)
+        self.assertIn("roll stub", text)
+        self.assertIn("FAULT: the tests do not notice that it is missing: passed", text)
+        self.assertIn("FAULT: nothing fails of roll (failed)", text)
+
+    def test_a_solution_that_fails_and_a_hint_that_is_hidden(self):
+        self.replace(f"{self.WHEELS}/code/rings.py", "return distance / self.size", "return turn([0])[0]")
+        self.assertRegex(self.proven(code=1), r"solution [\d.]+ s: FAULT: failed: test_roll .*AssertionError: 0 != 4")
+        told = "try: turned = rings.turn([1, 2, 3])\n        except NotImplementedError: turned = None\n        "
+        silent = RING_TESTS.replace("self.assertEqual(rings.turn([1, 2, 3])", f"{told}self.assertEqual(turned")
+        self.put(f"{self.WHEELS}/tests/test_rings.py", silent)
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises[:1])
+        self.assertIn("FAULT: its hint is not shown", self.proven("--only", "turn", code=1))
+
+    def test_bad_commands(self):
+        self.assertIn("no exercise 'spin' in 01-wheels", self.proven("--only", "spin", code=2))
+        self.assertIn("--jobs is 0", self.proven("--jobs", "0", code=2))
 
 
 class TestTheRealLessons(unittest.TestCase):
