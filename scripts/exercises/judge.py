@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 _RAN = re.compile(r"^Ran (\d+) tests? in ", re.MULTILINE)
 _SKIPPED = re.compile(r"\bskipped=(\d+)")
@@ -30,8 +31,13 @@ class Verdict:
     output: str = ""  # all that was printed
 
 
-def judge(tests_folder: Path, tests: Sequence[str], deadline: float, failfast: bool = True) -> Verdict:
-    """`python -m unittest TESTS` in the folder, until the first failure. No process of it is left, whatever happens."""
+def judge(
+    tests_folder: Path, tests: Sequence[str], deadline: float, failfast: bool = True, kept: int = KEPT
+) -> Verdict:
+    """`python -m unittest TESTS` in the folder, until the first failure.
+
+    No process of it is left, whatever happens; of its output at most `kept` bytes are.
+    """
     begin = time.monotonic()
     options = ["--failfast"] if failfast else []
     command = [sys.executable, "-X", "faulthandler", "-m", "unittest", *options, *tests]
@@ -43,7 +49,7 @@ def judge(tests_folder: Path, tests: Sequence[str], deadline: float, failfast: b
             code = _wait(process, deadline)
         finally:
             _kill_all(process)
-        text = _read(output)
+        text = _read(output, kept)
     seconds = time.monotonic() - begin
     if code is None:
         return Verdict("timed out", seconds, "", _where(text, deadline), text)
@@ -98,14 +104,15 @@ def _kill_all(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read(output) -> str:
+def _read(output: BinaryIO, kept: int) -> str:
+    """The text, without its middle if there is more than `kept`."""
     size = output.seek(0, os.SEEK_END)
     output.seek(0)
-    if size <= KEPT:
+    if size <= kept:
         data = output.read()
     else:
-        data = output.read(KEPT // 2)
-        output.seek(-KEPT // 2, os.SEEK_END)
+        data = output.read(kept // 2)
+        output.seek(-kept // 2, os.SEEK_END)
         data += b"\n[...]\n" + output.read()
     return data.decode(errors="replace").replace("\r\n", "\n")
 

@@ -71,7 +71,9 @@ class Bench:
         folder = self._copy("starter", self.exercises)
         try:
             faults += self._import_faults(folder)
-            verdict = judge(folder / self.lesson.path / "tests", self._all_tests(), deadline, failfast=False)
+            verdict = judge(
+                folder / self.lesson.path / "tests", self._all_tests(), deadline, failfast=False, kept=2**28
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         failed = failed_tests(verdict.output)
