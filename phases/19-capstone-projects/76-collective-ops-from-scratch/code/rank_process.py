@@ -194,12 +194,25 @@ def join_group(rank: int, world_size: int, backend: str | None, seconds: float, 
         store.set(f"rank {rank}", "is here")  # ranks may start seconds apart; from here on, `seconds` is enough
         store.wait([f"rank {each}" for each in range(world_size)], datetime.timedelta(days=1))
         options |= {"store": store, "rank": rank, "world_size": world_size}
+    else:
+        options |= _torchruns_store(options["timeout"])
     if backend == "nccl":
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")  # its watchdog waits 4 times this: a minute
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else rank)
         torch.cuda.set_device(device)
         options["device_id"] = device
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend, **options)
+
+
+def _torchruns_store(timeout: datetime.timedelta) -> dict:
+    """Return the launcher's store, and this process's place, as `init_process_group` takes them.
+
+    The store outlives the processes of a run that is restarted (--max-restarts), and with it the addresses of the dead:
+    each life of the run gets a part of its own.
+    """
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"life {life}", store), "rank": rank, "world_size": world_size}
 
 
 def gloo_interface() -> str | None:

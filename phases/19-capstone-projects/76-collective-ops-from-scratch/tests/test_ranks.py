@@ -569,9 +569,10 @@ class TestSpawn(RanksCase):
 class TestTorchrun(RanksCase):
     """Under torchrun the processes exist already: `run_ranks` joins them."""
 
-    def joined(self, rank, world_size, code):
+    def joined(self, rank, world_size, code, life=0):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        variables |= {"TORCHELASTIC_RESTART_COUNT": life}
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=environment() | {name: str(value) for name, value in variables.items()},
@@ -605,6 +606,16 @@ class TestTorchrun(RanksCase):
         for process in [self.joined(rank, 2, code) for rank in (0, 1)]:
             out, err = process.communicate(timeout=SECONDS)
             self.assertEqual((out, process.returncode), ("[3.0, 3.0] [3.0, 3.0] True\nFalse\n", 0), err)
+
+    def test_a_restarted_run_does_not_call_the_dead(self):
+        """The launcher's store still holds their addresses; the process that comes first must wait for the living."""
+        code = "import test_ranks as t\nprint('here', flush=True)\nprint(t.run_ranks(t.summed, 2, 1.0))"
+        for life in (0, 1):
+            last = self.joined(1, 2, code, life)
+            self.assertEqual(last.stdout.readline(), "here\n")
+            for process in (last, self.joined(0, 2, code, life)):
+                out, err = process.communicate(timeout=SECONDS)
+                self.assertEqual(out.removeprefix("here\n"), "[3.0, 3.0]\n", err)
 
     def test_another_world_size_is_refused(self):
         process = self.joined(0, 1, "import test_ranks as t\nt.run_ranks(t.summed, 3, 1.0)")
