@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from agreement import Agreement
 from blocks import Block
 from comm import Comm, Work
 from flat import FlatUnit
@@ -33,10 +34,17 @@ class Gathering:
     """
 
     def __init__(
-        self, blocks: list[Block], module: nn.Module, units: list[FlatUnit], shards: list[Shard], comm: Comm, gradients
+        self,
+        blocks: list[Block],
+        module: nn.Module,
+        units: list[FlatUnit],
+        shards: list[Shard],
+        comm: Comm,
+        gradients: Gradients,
+        agreement: Agreement,
     ):
         self.units, self.shards, self.comm = units, shards, comm
-        self.gradients: Gradients = gradients
+        self.gradients, self.agreement = gradients, agreement
         self.inner = [block for block in blocks if block.module is not module]
         self.root = [number for block in blocks if block.module is module for number in block.units]
         self.absences = [Absence([slot.param for slot in unit.slots]) for unit in units]
@@ -57,6 +65,7 @@ class Gathering:
         unit, shard = self.units[number], self.shards[number]
         if number not in self.coming and number not in self.here:
             allocate(unit.data)
+            self.agreement.note(number)
             with torch.no_grad():
                 self.coming[number] = gather_from_shards(self.comm, shard, everything=True)
 

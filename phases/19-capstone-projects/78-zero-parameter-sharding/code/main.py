@@ -250,7 +250,7 @@ def main() -> int:
     demo.say()
     total = logs[0]["params"][0].numel()
     demo.say(f"model state of P = {total:,} parameters in fp32 on {args.world_size} ranks, masters apart")
-    demo.say(memory_table(total, args.world_size))
+    demo.say(memory_table(total, args.world_size, args.stage))
     return claims.verdict(f"{STAGES[args.stage]} on {args.world_size} ranks is Adam in one process")
 
 

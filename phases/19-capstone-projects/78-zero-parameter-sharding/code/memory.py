@@ -48,18 +48,18 @@ def model_state_bytes(
     }
 
 
-def memory_table(p_params: int, world_size: int) -> str:
-    """Return a table of bytes a rank for plain DDP and stages 1 to 3 in fp32, and how far stage 1 lowers the sum."""
-    rows, totals = [], []
-    for stage, name in enumerate(STAGES):
-        held = model_state_bytes(p_params, world_size, stage)
+def memory_table(p_params: int, world_size: int, stage: int = 1) -> str:
+    """Return a table of bytes a rank for plain DDP and all stages in fp32, and how far this stage lowers the sum."""
+    rows, totals, chosen = [], [], sum(model_state_bytes(p_params, world_size, stage).values())
+    for each, name in enumerate(STAGES):
+        held = model_state_bytes(p_params, world_size, each)
         totals.append(sum(held.values()))
         drop = 100 * (1 - totals[-1] / totals[0])
         rows.append([name, *(f"{n:,}" for n in (*held.values(), totals[-1])), f"{drop:.1f}%"])
     header = ["bytes a rank", "parameters", "gradients", "optimizer", "sum", "drop"]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [header, *rows]]
-    return "\n".join([*lines, f"drop: {100 * (1 - totals[1] / totals[0]):.1f}%"])
+    return "\n".join([*lines, f"drop: {100 * (1 - chosen / totals[0]):.1f}%"])
 
 
 def logical_bytes(tensors: list[torch.Tensor]) -> int:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 import zero_state
 from adam import AdamSettings
+from agreement import Agreement
 from blocks import check_stage, plan_blocks
 from comm import Comm, TorchComm, Work
 from counter import StepCounter, blame, not_finite
@@ -19,6 +20,8 @@ from gradients import Gradients
 from groups import group_facts, split_groups
 from memory import check_whole, held_bytes, held_tensors, logical_bytes
 from mesh import must_agree
+from module_watch import ModuleWatch
+from optimizer_base import OptimizerBase, hooked_step
 from overlap import cap_bytes
 from routes import gather_from_shards
 from shard import Shard, build_units
@@ -28,7 +31,7 @@ from torch.autograd.graph import increment_version
 log = logging.getLogger(__name__)
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(OptimizerBase):
     """AdamW whose state is sharded over the ranks of a group. Also averages the gradients: do not wrap in DDP.
 
     The module's parameters and gradients become views of flat buffers, one a dtype, padded to a multiple of N. All
@@ -46,7 +49,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     If any rank's gradient is not finite, no rank steps: `skipped_steps` counts these, `last_skip` says whose it was.
     After `max_skipped` in a row every rank raises RuntimeError. With the fused kernel on a GPU nobody waits to learn
     whether a step was skipped: there `last_skip` and the error come with the next step whose number `max_skipped`
-    divides.
+    divides. A step is treated alike on which the ranks' settings differ, or in stage 3 the blocks that they gathered;
+    where somebody waits it is a ValueError at once, on all ranks, with nothing changed.
 
     Raises ValueError, before anything is changed, if `world_size` or `rank` is not the group's, a setting is out of
     range, the module has nothing to train or a complex parameter, or the ranks' modules or settings differ.
@@ -83,16 +87,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             there = f"{comm.rank} of {comm.world_size}"
             raise ValueError(f"rank {rank!r} of {world_size!r} ranks, but in the group it is {there}")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        param_groups = split_groups(module, named, groups, defaults)
-        for group in param_groups:
-            AdamSettings.of(group)
+        super().__init__(defaults, split_groups(module, named, groups, defaults))
+        self._settings()
         if stage == 1:
             plan, chain = [list(reversed(unit)) for unit in plan_units(named, cap)], []  # inside in the module's order
         else:
             plan, chain = plan_blocks(module, named, blocks)
         facts = defaults | {"fused": fused, "max_skipped": max_skipped, "stage": stage, "overlap": bool(overlap)}
         facts |= {"bucket_cap": cap} if stage == 1 else {"units": [[name for name, _ in unit] for unit in plan]}
-        facts |= {} if groups is None else {"groups": group_facts(named, param_groups)}
+        facts |= {} if groups is None else {"groups": group_facts(named, self.param_groups)}
         must_agree(comm, "the optimizer", facts)
         sync_module(module, comm)
         self.comm = comm.unchecked()  # the plan is agreed: it follows from names, shapes and dtypes
@@ -102,15 +105,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._lazy = self.fused and comm.device.type == "cuda"
         self._calls, self._bad = 0, None  # _bad: what the norm has told, if there was one
         self._slots = [slot for unit in self.units for slot in unit.slots]
-        self._places = [slot.param.data_ptr() for slot in self._slots]
-        self.gradients = Gradients(self.units, self.shards, self.comm, stage, overlap, self._check_parameters)
-        parts = module, self.units, self.shards, self.comm, self.gradients
+        self.group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        self.watch = ModuleWatch(module, self._slots, self.comm, stage < 3, self._follow)
+        self.agreement = Agreement(self.comm, self.units)
+        self.gradients = Gradients(self.units, self.shards, self.comm, stage, overlap, self.watch.check)
+        parts = module, self.units, self.shards, self.comm, self.gradients, self.agreement
         self.gathering = Gathering(chain, *parts) if stage == 3 else None
-        self._frozen_at_start = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
-        # What schedulers need of a torch Optimizer. Its own __init__ would import torch._dynamo: 1.2 s.
-        self.defaults, self.state, self.param_groups = defaults, {}, param_groups
-        self.group_of = {param: index for index, group in enumerate(param_groups) for param in group["params"]}
-        self._follow([True] * len(self._slots))
+        self._follow()
         self.zero_grad()
 
     @property
@@ -122,13 +123,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """Steps that all ranks skipped. On a GPU, reading it waits for the device."""
         return self.counter.skipped
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Raise ValueError: the flat buffers are laid out once."""
-        raise ValueError("parameter groups are given when the optimizer is built: ZeroOptimizer(..., groups=[...])")
-
-    def __reduce_ex__(self, protocol):
-        raise TypeError("a ZeroOptimizer cannot be copied or pickled: let every rank save its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; what `set_to_none` says makes no difference."""
@@ -162,15 +156,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm_type = float(norm_type)  # "inf" is one, too
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r}, {norm_type!r}")
+        settings = self._settings()
         self.reduce_gradients()
         norms = torch.stack([torch.linalg.vector_norm(s.grad, norm_type, dtype=s.master.dtype) for s in self.shards])
         if norm_type == float("inf"):
-            total = norms.max().reshape(1)
-            self.comm.all_reduce(total, op="max")
+            total = self.agreement.reduce(norms.max(), "max", settings)
         else:
-            total = norms.pow(norm_type).sum().reshape(1)
-            self.comm.all_reduce(total)
-            total = total.pow(1 / norm_type)
+            total = self.agreement.reduce(norms.pow(norm_type).sum(), "sum", settings).pow(1 / norm_type)
         scale = (max_norm / (total[0] + 1e-6)).clamp(max=1.0)  # the 1e-6 is torch's: a zero gradient stays zero
         scale = torch.where(total[0].isfinite(), scale, 1.0)
         for shard in self.shards:
@@ -187,25 +179,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.gradients.reduce()
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if the module has changed in a way that the flat buffers cannot follow."""
-        for name, param in self._frozen_at_start:
-            if param.requires_grad:
-                raise ValueError(f"{name} was frozen when the optimizer was built: build a new one to train it")
-        for slot, place in zip(self._slots, self._places, strict=True) if self.stage < 3 else ():
-            if slot.param.data_ptr() != place:
-                raise ValueError(f"{slot.name} has left the flat buffer: move and convert a module, then wrap it")
-        requiring = [slot.param.requires_grad for slot in self._slots]
-        if requiring != self._trainable:  # what travels has changed: once, all ranks compare
-            named = {slot.name: slot.param.requires_grad for slot in self._slots}
-            must_agree(self.comm, "which parameters require a gradient", named)
-            self._follow(requiring)
-
-    def _follow(self, requiring: list[bool]) -> None:
-        self._trainable = requiring
+    def _follow(self) -> None:
         for shard in self.shards:
             shard.follow(self.group_of)
 
+    def _settings(self) -> list[AdamSettings]:
+        return [AdamSettings.of(group) for group in self.param_groups]
+
+    @hooked_step
     @torch.no_grad()
     def step(self, closure=None) -> torch.Tensor | None:
         """Reduce-scatter, Adam on this rank's shard, all-gather. Skipped by all ranks if a gradient is not finite.
@@ -216,12 +197,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settings = [AdamSettings.of(group) for group in self.param_groups]
+        settings = self._settings()
         if self.gathering is not None:
             self.gathering.reset()
         self.reduce_gradients()
-        self.counter.record(self._any_bad() if self._bad is None else self._bad)
-        self._calls, self._bad = self._calls + 1, None
+        bad, self._bad = self._any_bad() if self._bad is None else self._bad, None
+        if not self._lazy:
+            self.agreement.insist(settings)
+        self.counter.record(torch.maximum(bad, self.agreement.differs))
+        self._calls += 1
         self.gradients.start_round()
         if self._lazy or not self.counter.bad.item():
             works = []
@@ -240,13 +224,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _any_bad(self) -> torch.Tensor:
         """Ask all ranks: those that disagreed on skipping a step would hang in the next collective."""
-        bad = not_finite([shard.grad for shard in self.shards])
-        self.comm.all_reduce(bad, op="max")
-        return bad
+        return self.agreement.reduce(not_finite([shard.grad for shard in self.shards]), "max", self._settings())
 
     def _report_skips(self) -> None:
         if not self.counter.bad.item():
             return
+        self.agreement.insist(self._settings())
         in_a_row = self.counter.in_a_row
         self.last_skip = f"step {self.steps + 1}: {blame(self.comm, self.shards)}"
         if self.comm.rank == 0:
@@ -282,7 +265,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The tensors are the live ones: copy them to keep them. All else is JSON.
         """
-        return zero_state.collect(self)
+        self.call_hooks("state_dict_pre")
+        return self.call_hooks("state_dict_post", zero_state.collect(self))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -291,10 +275,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises the same ValueError on all ranks, with nothing changed, if on any of them the state is not this rank's
         (layout, parameter names, groups, shapes, dtypes), or if the ranks bring different settings or counts.
         """
+        state_dict = self.call_hooks("load_state_dict_pre", state_dict)
         if self.gathering is not None:
             self.gathering.reset()
         zero_state.restore(self, state_dict)
+        self.agreement.start_anew()
         for shard in self.shards if self.stage < 3 else ():
             for work in gather_from_shards(self.comm, shard, everything=True):
                 work.wait()
         increment_version([slot.param for slot in self._slots])
+        self.call_hooks("load_state_dict_post")

@@ -82,6 +82,8 @@ class TestMemoryTable(unittest.TestCase):
         self.assertEqual([row[5] for row in cells], ["0.0%", "40.0%", "53.3%", "66.6%"])
         self.assertEqual(last, "drop: 40.0%")
         self.assertEqual(len({len(line) for line in [header, *rows]}), 1)  # aligned
+        lasts = [memory_table(1000, 3, stage).splitlines()[-1] for stage in range(4)]
+        self.assertEqual(lasts, ["drop: 0.0%", "drop: 40.0%", "drop: 53.3%", "drop: 66.6%"])
 
     def test_columns_stay_aligned_for_large_models(self):
         lines = memory_table(70_000_000_000, 1024).splitlines()
@@ -91,6 +93,8 @@ class TestMemoryTable(unittest.TestCase):
     def test_refusals(self):
         for arguments in ((0, 4), (10, 0), (10, -1), (-5, 4)):
             self.assertRaises(ValueError, memory_table, *arguments)
+        for stage in (-1, 4, True, 1.0):
+            self.assertRaisesRegex(ValueError, "stage must be", memory_table, 10, 2, stage)
         for value in NOT_WHOLE:
             self.assertRaises(ValueError, memory_table, value, 4)
             self.assertRaises(ValueError, memory_table, 10, value)

@@ -173,7 +173,7 @@ class Spy(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class TestOneSmallReduction(unittest.TestCase):
-    """A step's third collective is of one number: with clipping the norm, which tells whether all is finite, too."""
+    """A step has one small reduction: of a flag, or with clipping of the norm, which tells that as well."""
 
     def test_with_clipping_or_without(self):
         def worker(comm, clip):
@@ -189,7 +189,7 @@ class TestOneSmallReduction(unittest.TestCase):
 
         for clip in (None, 1, 2, INF):
             calls = {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}
-            self.assertEqual(virtual(3, worker, clip), [(calls, 4, 0)] * 3)
+            self.assertEqual(virtual(3, worker, clip), [(calls, 4 * 4, 0)] * 3)
 
     def test_what_the_norm_told_is_forgotten_with_the_gradients(self):
         def worker(comm):

@@ -131,7 +131,8 @@ class TestDemo(unittest.TestCase):
     def test_the_memory_table_is_for_this_model(self):
         row = next(line for line in self.runs[4].stdout.splitlines() if line.startswith("ZeRO-1 "))
         self.assertEqual(row.split(), ["ZeRO-1", "2,704", "2,704", "2,028", "7,436", "45.0%"])
-        self.assertIn("drop: 45.0%", self.runs[4].stdout)
+        for run, drop in ((4, "45.0%"), ("stage 2", "60.0%"), ("stage 3", "75.0%")):
+            self.assertIn(f"\ndrop: {drop}\n", self.runs[run].stdout)
 
 
 GATHER = "comm.all_gather(unit.data, shard.params, async_op=True)"

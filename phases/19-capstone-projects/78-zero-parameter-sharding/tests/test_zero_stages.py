@@ -83,7 +83,7 @@ class TestTraining(unittest.TestCase):
             gathers = {2: (4, blocks + root), 3: (7, 2 * blocks + root)}
             for stage, (count, gathered) in gathers.items():
                 calls = {"reduce_scatter": 4, "all_reduce": 1, "all_gather": count}
-                sent = {"reduce_scatter": blocks + root, "all_reduce": 4, "all_gather": gathered}
+                sent = {"reduce_scatter": blocks + root, "all_reduce": 4 * (n + 1), "all_gather": gathered}
                 for log in self.runs[n, stage]:
                     with self.subTest(n=n, stage=stage):
                         self.assertEqual(log["costs"], [(calls, sent, 0)] * STEPS)

@@ -127,7 +127,7 @@ class TestUnits(unittest.TestCase):
             return dict(comm.counters.bytes - before)
 
         sent = 4 * (6 + 18)  # first.bias, and scale with first.weight, each padded for 3 ranks
-        expected = {"reduce_scatter": sent, "all_reduce": 4, "all_gather": sent}
+        expected = {"reduce_scatter": sent, "all_reduce": 4 * 4, "all_gather": sent}
         self.assertEqual(virtual(3, worker), [expected] * 3)
 
     def test_the_optimizer_can_go_before_the_module(self):
