@@ -121,7 +121,7 @@ def check_communication(claims: demo.Claims, logs: list[dict]) -> None:
     steps, padded = len(logs[0]["rows"]), math.ceil(logs[0]["parameters"] / len(logs)) * len(logs)
     predicted = {
         "reduce_scatter": (1, 4 * padded),  # the gradients
-        "all_reduce": (1, 4),  # their squared norm, which also tells whether they are finite
+        "all_reduce": (1, 4 * (1 + len(logs))),  # their squared norm, finite only if they are, and a checksum a rank
         "all_gather": (1, 4 * padded),  # the new parameters
     }
     counted = {op: (logs[0]["calls"][op] / steps, logs[0]["bytes"][op] / steps) for op in logs[0]["calls"]}

@@ -66,7 +66,7 @@ def payload(plan: Plan, recipe: Recipe, place: dict[str, int], rows: int, parame
         result["dp all_reduce"] = whole
     else:
         result["dp reduce_scatter"] = whole
-        result["dp all_reduce"] = 4  # skip the step?
+        result["dp all_reduce"] = 4 * (1 + plan.dp)  # skip the step? And a checksum a rank
     if plan.zero in (1, 2):
         result["dp all_gather"] = whole
     if plan.zero == 3:  # before forward and before backward; a tied matrix stays in between

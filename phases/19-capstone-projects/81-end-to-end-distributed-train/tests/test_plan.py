@@ -163,7 +163,7 @@ class TestFormulas(unittest.TestCase):
             "pp exchange": 2 * activation,
             "tp all_reduce": 4 * 2 * 2 * activation,  # two each way, blocks, microbatches
             "dp reduce_scatter": 4 * own,
-            "dp all_reduce": 4,
+            "dp all_reduce": 4 * (1 + 2),
             "dp all_gather": 4 * own,
         }
         self.assertEqual(found, expected)

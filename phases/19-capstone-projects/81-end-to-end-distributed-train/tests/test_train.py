@@ -399,7 +399,7 @@ class TestCosts(unittest.TestCase):
                 self.assertEqual(log["calls"], calls)
                 self.assertEqual(log["bytes"]["reduce_scatter"], self.steps * padded)
                 self.assertEqual(log["bytes"]["all_gather"], self.steps * padded)
-                self.assertLessEqual(log["bytes"]["all_reduce"], self.steps * 8)
+                self.assertEqual(log["bytes"]["all_reduce"], self.steps * 4 * (1 + n))
 
     def test_exams_are_due_when_asked_and_after_the_last_step(self):
         log = virtual(2, Job(CORPUS, steps=7, model=SMALL, exam_every=3))[0]
