@@ -12,6 +12,7 @@ from check_shape import check_folders, check_public_names, check_search_paths, c
 from codeindex import CodeIndex
 from faults import Fault
 from lessons import Course, Lesson
+from mutants.check import check_mutants
 
 COURSE_CHECKS = (
     check_top_level,
@@ -39,6 +40,7 @@ def check_lesson(course: Course, lesson: Lesson, index: CodeIndex) -> list[Fault
         *check_quotes(course, lesson, index),
         *check_quiz(lesson),
         *check_exercises(lesson, index),
+        *check_mutants(lesson),
     ]
 
 

@@ -48,7 +48,7 @@ def exercise_faults(exercise: Any, earlier: set[str]) -> list[tuple[str | None, 
     return faults + [("depends_on", f"{name!r} is the id of no earlier exercise") for name in unknown]
 
 
-def _test_names(lesson: Lesson) -> set[str]:
+def test_names(lesson: Lesson) -> set[str]:
     """test_ddp, test_ddp.TestBuckets, test_ddp.TestBuckets.test_order ... as unittest names them."""
     names: set[str] = set()
     for path in lesson.test_files():
@@ -89,7 +89,7 @@ def check_exercises(lesson: Lesson, index: CodeIndex) -> list[Fault]:
         return [Fault(path, 1, "a list of exercises is expected")]
     faults = []
     earlier: set[str] = set()
-    tests = _test_names(lesson)
+    tests = test_names(lesson)
     for number, exercise in enumerate(located.value):
         found = exercise_faults(exercise, earlier)
         if isinstance(exercise, dict):

@@ -192,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv[:cut])
     args.passed_on = argv[cut + 1 :]
-    if args.passed_on and args.command != "run":
-        parser.error("only run passes anything on after --")
+    if args.passed_on and args.command not in ("run", "break"):
+        parser.error("only run and break pass anything on after --")
     try:
         return args.action(Course(args.root), args)
     except UserError as error:

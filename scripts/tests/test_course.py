@@ -67,7 +67,7 @@ class TestRun(CommandLine):
         self.assert_clear(self.course("run", "99"), 2, "no lesson '99'; the lessons are: 01, 02")
         self.assert_clear(self.course("run", "wheels"), 2, "no lesson 'wheels'")
         self.assert_clear(self.course("run", "01", "--steps", "3"), 2, "unrecognized arguments")
-        self.assert_clear(self.course("check", "--", "x"), 2, "only run passes anything on")
+        self.assert_clear(self.course("check", "--", "x"), 2, "only run and break pass anything on")
         self.assert_clear(self.course(), 2, "COMMAND")
         self.assert_clear(self.course("fly"), 2, "invalid choice")
 

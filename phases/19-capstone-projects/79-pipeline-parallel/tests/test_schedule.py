@@ -62,6 +62,8 @@ class TestMessages(unittest.TestCase):
                 self.assertEqual(len(sends), 2 * borders * m)
                 self.assertEqual({s.feeds for s in sends}, {r.feeds for r in recvs})
                 self.assertEqual(len({s.feeds for s in sends}), len(sends))
+                for message in sends:  # to the rank that computes with it
+                    self.assertEqual(message.peer, message.feeds.stage % n)
 
     def test_tags_tell_direction_stage_and_microbatch_apart(self):
         works = [Compute(kind, stage, m) for kind in "FB" for stage in range(32) for m in range(200)]

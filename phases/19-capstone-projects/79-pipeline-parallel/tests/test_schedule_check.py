@@ -146,6 +146,15 @@ class TestReceivingEarly(unittest.TestCase):
                     all(len(i.recvs) < 2 and not (i.sends and i.recvs) for i in early if isinstance(i, Exchange))
                 )
 
+    def test_no_receive_is_posted_earlier_than_asked_for(self):
+        program = make_schedule("gpipe", 2, 6)[1]  # receives, computes, ...: an exchange a microbatch
+        for by in (0, 1, 2, 4):
+            posted, computed = 0, 0
+            for item in receive_early(program, by):
+                posted += len(item.recvs) if isinstance(item, Exchange) else 0
+                self.assertLessEqual(posted, max(by, computed + 1 + by))
+                computed += isinstance(item, Compute) and item.kind == "F"
+
     def test_by_hand(self):
         """Rank 1 of 2, GPipe, M = 2: receives for F0 and F1, sends for B0 and B1."""
         program = make_schedule("gpipe", 2, 2)[1]
