@@ -6,10 +6,10 @@ import time
 
 
 class Progress:
-    """Progress over `total` steps, for one process (rank 0).
+    """Progress over `total` steps after step `position`, for one process (rank 0).
 
     with Progress(total=1000) as progress:
-        progress.update(step, loss=2.5)
+        progress.write({"step": 1, "loss": 2.5})
         progress.say("saved")
 
     On a terminal the line is drawn at most ten times a second and is never wider than the window. Elsewhere a line is
@@ -17,22 +17,25 @@ class Progress:
     """
 
     REDRAW = 0.1  # seconds
+    SHOWN = ("loss", "norm", "tokens_per_second")  # of a row
 
-    def __init__(self, total: int, done: int = 0, stream=None, every: float = 10.0, clock=time.monotonic):
+    def __init__(self, total: int, position: int = 0, stream=None, every: float = 10.0, clock=time.monotonic):
         self.total, self.stream, self.clock = total, stream or sys.stderr, clock
         self.terminal = self.stream.isatty()
         self.every = self.REDRAW if self.terminal else every
-        self._began, self._first = clock(), done  # of what the remaining time is judged by
+        self._began, self._first = clock(), position  # of what the remaining time is judged by
         self._shown = None  # when a line was written last
         self._drawn = ""  # the line on the terminal that the next one replaces
 
-    def update(self, step: int, **numbers: float) -> None:
-        """Show that `step` is done."""
-        now = self.clock()
+    def write(self, row: dict) -> None:
+        """Show that row["step"] is done."""
+        step, now = row["step"], self.clock()
         if self._shown is not None and now - self._shown < self.every and step < self.total:
             return
         self._shown = now
-        text = " ".join([f"step {step}/{self.total}", *(f"{name} {value:.4g}" for name, value in numbers.items())])
+        text = " ".join(
+            [f"step {step}/{self.total}", *(f"{name} {row[name]:.4g}" for name in self.SHOWN if name in row)]
+        )
         left = (now - self._began) / max(1, step - self._first) * (self.total - step)
         text += f" {_minutes(left)} left"
         if self.terminal:
@@ -40,9 +43,9 @@ class Progress:
         else:
             print(text, file=self.stream, flush=True)
 
-    def rewind(self, step: int) -> None:
-        """Go on after `step`: its successors are done again."""
-        self._began, self._first = self.clock(), step
+    def rewind(self, position: int) -> None:
+        """Go on after step `position`: later ones are done again."""
+        self._began, self._first = self.clock(), position
 
     def say(self, text: str) -> None:
         """Write a line that stays."""

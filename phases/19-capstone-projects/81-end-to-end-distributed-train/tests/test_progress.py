@@ -37,7 +37,7 @@ class TestElsewhere(unittest.TestCase):
         with Progress(done + steps, done, out, every, clock) as progress:
             for step in range(done + 1, done + steps + 1):
                 clock.now += seconds
-                progress.update(step, loss=4 / step)
+                progress.write({"step": step, "loss": 4 / step})
         self.assertNotIn("\r", out.getvalue())
         return out.getvalue().splitlines()
 
@@ -53,11 +53,11 @@ class TestElsewhere(unittest.TestCase):
     def test_a_rollback(self):
         out, clock = io.StringIO(), Clock()
         progress = Progress(10, 0, out, 0.0, clock)
-        progress.update(8)
+        progress.write({"step": 8})
         progress.say("back to step 4")
         progress.rewind(4)
         clock.now += 2.0
-        progress.update(5)
+        progress.write({"step": 5})
         self.assertEqual(out.getvalue().splitlines()[1:], ["back to step 4", "step 5/10 0:10 left"])
 
 
@@ -67,7 +67,7 @@ class TestTerminal(unittest.TestCase):
         with Progress(200, 0, out, clock=clock) as progress:
             for step in range(1, 201):
                 clock.now += 1 / 16
-                progress.update(step, loss=4.0)
+                progress.write({"step": step, "loss": 4.0})
         self.assertEqual(out.getvalue().count("\n"), 1)
         self.assertEqual(out.getvalue().count("\r"), 101, "not more than ten times a second, and the last step")
         self.assertRegex(out.shown()[0], r"^\[#{40}\] step 200/200 loss 4 0:00 left$")
@@ -75,19 +75,19 @@ class TestTerminal(unittest.TestCase):
     def test_a_message_stays_and_leaves_no_rest(self):
         out, clock = Terminal(), Clock()
         with Progress(10, 0, out, clock=clock) as progress:
-            progress.update(5, loss=1.2345)
+            progress.write({"step": 5, "loss": 1.2345})
             progress.say("saved")
             clock.now += 1
-            progress.update(6)
+            progress.write({"step": 6})
         self.assertEqual(out.shown()[0], "saved")
         self.assertIn("step 6/10", out.shown()[1])
 
     def test_a_shorter_line_covers_a_longer_one(self):
         out, clock = Terminal(), Clock()
         with Progress(10, 0, out, clock=clock) as progress:
-            progress.update(5, loss=1.2345, norm=1.2345)
+            progress.write({"step": 5, "loss": 1.2345, "norm": 1.2345, "bytes": 5})
             clock.now += 1
-            progress.update(6)
+            progress.write({"step": 6})
         self.assertTrue(out.shown()[0].endswith("left"), out.shown())
         self.assertNotIn("1.23", out.shown()[0])
 
@@ -109,7 +109,7 @@ class TestTerminal(unittest.TestCase):
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             with open(os.dup(theirs), "w") as stream:
                 progress = Progress(10, 0, stream)
-                progress.update(5, loss=1.5)
+                progress.write({"step": 5, "loss": 1.5})
             drawn = os.read(ours, 4096).decode().strip("\r\n")
             self.assertEqual("[" in drawn, columns != 30)
             self.assertLess(len(drawn), columns or 80)
