@@ -125,6 +125,8 @@ def round_trip(claims: demo.Claims, folder: Path, world_size: int, backend: str)
     claims.check("every file has the predicted size", predicted == [shard.size for shard in manifest.shards])
     one_process = all(byte_equal(state, make_demo_state(rank, world_size)) for rank, state in enumerate(states))
     claims.check("one process loads all of it", one_process)
+    mapped = load_sharded(folder, world_size, mapped=True)[1]
+    claims.check("and the same bits if the files are mapped instead of read", byte_equal(mapped, states))
     expected = sorted([MANIFEST, *(shard.path for shard in manifest.shards)])
     claims.check("a file a rank and the manifest, nothing else", names == expected)
 

@@ -15,7 +15,8 @@ What is given up: sha256 has verified the pages as they were *then*. The tensors
 - Rewritten in place: the tensors may change, in silence. Truncated, or on a disk or a network that fails: whoever
   touches a lost page gets no error but SIGBUS, which ends the process.
 
-This lesson's code never opens a file that exists for writing, but others may, and disks fail. So it is not the default.
+No save, copy or rotation here opens for writing a file that exists. But others may, and disks fail: so it is not the
+default.
 """
 
 import torch
