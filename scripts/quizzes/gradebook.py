@@ -17,7 +17,7 @@ STUDENT_COLUMNS = (*MATCHING, "Integration ID", "Root Account", "Section")
 NEEDED = ("Student", "ID", "Section")
 POINTS_POSSIBLE = "Points Possible"
 EXCUSED = "EX"
-_NUMBER = re.compile(r"^\d{1,9}([.,]\d{1,9})?$")
+_NUMBER = re.compile(r"[0-9]{1,9}([.,][0-9]{1,9})?")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Gradebook:
 
 def number(text: str) -> Decimal | None:
     """A plain number, 12 or 12.5 or 12,5; None for all else, 1,000.00 and NaN and negative ones too."""
-    return Decimal(text.replace(",", ".")) if _NUMBER.match(text) else None
+    return Decimal(text.replace(",", ".")) if _NUMBER.fullmatch(text) else None
 
 
 def read_gradebook(path: Path, column: str) -> Gradebook:

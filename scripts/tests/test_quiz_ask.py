@@ -161,6 +161,14 @@ class TestInterrupt(QuizCase):
         kept = json.loads(sheet.read_text())["answers"]
         self.assertEqual(kept, {**dict.fromkeys(letters), "w0": letters["w0"], "w1": letters["w1"]})
 
+    def test_a_terminal_that_lacks_a_letter(self):
+        self.file("in/a.json", self.sheet("\u017dofie", **self.letters(None)))
+        command = [sys.executable, str(COURSE), "--root", str(self.root), "grade-quiz", str(self.work / "in")]
+        with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "ascii"}):
+            found = subprocess.run(command, capture_output=True, timeout=120)
+        self.assertEqual(found.returncode, 0, found.stderr)
+        self.assertIn(b"\\u017dofie", found.stdout)
+
     def test_what_is_no_text(self):
         command = [sys.executable, str(COURSE), "--root", str(self.root), "quiz", "1"]
         with mock.patch.dict(os.environ, {"PYTHONIOENCODING": "utf-8:strict"}):
