@@ -12,6 +12,7 @@ OTHER_PLACES = {
     "needs GPUs": re.compile(r"\bnccl\b"),
     "installs something": re.compile(r"\bpip\b|\bvenv\b|\bapt\b"),
     "runs tests, which CI does by itself": re.compile(r"\bunittest\b|\bpytest\b|course(?:\.py)? test\b"),
+    "judges a learner's folder, in which nothing is solved yet": re.compile(r"\bcourse(?:\.py)? try\b"),
     "needs several hosts": re.compile(r"--nnodes"),
 }
 
