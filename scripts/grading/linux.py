@@ -4,7 +4,6 @@ Each function raises OSError, with the name of the call, where the kernel does n
 """
 
 import ctypes
-import fcntl
 import os
 import platform
 import signal
@@ -12,6 +11,11 @@ import socket
 import struct
 import sys
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x00020000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000

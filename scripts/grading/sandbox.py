@@ -28,19 +28,10 @@ from grading.capture import Capped, Lines, Pipe
 from grading.isolation import Isolation
 from grading.leftovers import SharedMemory
 from grading.limits import MIB, Limits, environment, set_resource_limits
-from grading.records import Clock
+from grading.records import Channel, Clock
 
 TICK = 0.05  # seconds between two looks at the processes
 RECORD_BYTES = 8 * MIB  # of results and stacks
-
-
-@dataclass
-class Channel:
-    """What the run's function gets: where it writes records and stacks (file descriptors), and the nonce of records."""
-
-    records: int
-    stacks: int
-    nonce: str
 
 
 @dataclass
@@ -244,6 +235,10 @@ class _Family:
                 os.dup2(source, target)
             os.close(nothing)
             os.close(self.writers["output"])
+            for number, name in ((1, "stdout"), (2, "stderr")):  # the old ones take a pipe for what they were
+                stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+                setattr(sys, name, stream)
+                setattr(sys, f"__{name}__", stream)
             for name in ("home", "tmp"):
                 (self.folder / name).mkdir(exist_ok=True)
             os.chdir(self.folder)

@@ -1,0 +1,147 @@
+"""A process that has imported torch once, and forks for each run: `import torch` costs more than most tests.
+
+`python -m grading.zygote DESCRIPTOR MODULE...`, started in the folder scripts/. It reads one JSON request a line from
+the socket and answers with one line, how the run ended. It has no threads, and at most one run at a time.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest.mock
+from collections.abc import Sequence
+from pathlib import Path
+
+from grading import runner, sandbox
+from grading.isolation import Isolation
+from grading.limits import Limits, environment
+from grading.records import Outcome, read
+
+PRELOADED = ("numpy", "torch", "torch.distributed", "torch.multiprocessing", "torch.testing", "multiprocessing.spawn")
+
+
+class SupervisorLost(RuntimeError):
+    """The process that watches runs has ended in the middle of one."""
+
+
+class Zygote:
+    """The other end: starts the process, and sends it requests. To be used by one thread, and closed."""
+
+    def __init__(self, limits: Limits, isolation: Isolation, path: list[str], preloaded: Sequence[str] = ()) -> None:
+        """`path`: the folders that runs import from, relative to the private folder; `preloaded`: modules' names."""
+        self.limits, self.isolation, self._preloaded = limits, isolation, preloaded
+        self._home = tempfile.TemporaryDirectory(prefix="cg-", ignore_cleanup_errors=True)  # short: sockets lie in it
+        self.folder = Path(self._home.name).resolve() / "run"
+        self._path = path
+        self._process: subprocess.Popen | None = None
+
+    def run(self, request: runner.Request) -> sandbox.Ended:
+        """Perform a request. SupervisorLost if the process ended instead of answering."""
+        if self._process is None:
+            self._start()
+        value = {"request": vars(request), "limits": vars(self.limits), "isolation": vars(self.isolation)}
+        try:
+            self._file.write(json.dumps(value | {"folder": str(self.folder)}) + "\n")
+            self._file.flush()
+            answer = self._file.readline()
+        except OSError as error:
+            answer = f"{error}"
+        try:
+            return sandbox.Ended(**json.loads(answer))
+        except ValueError:
+            self.stop()
+            raise SupervisorLost("the process that watches the run was ended by it") from None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            own = environment(self.folder)
+            own["PYTHONPATH"] = os.pathsep.join(str(self.folder / folder) for folder in self._path)
+            own["TMPDIR"] = self._home.name
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "grading.zygote", str(theirs.fileno()), *self._preloaded],
+                cwd=Path(__file__).resolve().parents[1],
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the grader
+            )
+        self._file = ours.makefile("rw", encoding="utf-8", newline="\n")
+        ours.close()  # the file keeps it open
+
+    def stop(self) -> None:
+        """End the process, and with it a run; the next request starts another."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.close()  # it sees the end of the stream, also in a run, and ends that first
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def close(self) -> None:
+        """End the process and delete its folder."""
+        self.stop()
+        self._home.cleanup()
+
+
+def outcome(ended: sandbox.Ended) -> Outcome:
+    """What the records of a run say."""
+    return read(ended.nonce, ended.records)
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests until the other end is closed."""
+    with socket.socket(fileno=descriptor) as connection:
+        os.set_inheritable(descriptor, False)
+        buffer = b""
+        while True:
+            data = connection.recv(1 << 16)
+            if not data:
+                return
+            buffer += data
+            if buffer.endswith(b"\n"):  # one request at a time: nothing follows it before the answer
+                ended = answer(json.loads(buffer), connection)
+                connection.sendall(json.dumps(dataclasses.asdict(ended)).encode() + b"\n")
+                if ended.reason == "cancelled":
+                    return
+                buffer = b""
+
+
+def answer(value: dict, connection: socket.socket) -> sandbox.Ended:
+    """Perform one request in a fresh folder."""
+    request, folder = runner.Request(**value["request"]), Path(value["folder"])
+    limits, isolation = Limits(**value["limits"]), Isolation(**value["isolation"])
+    limits = dataclasses.replace(limits, test_seconds=request.test_seconds)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+    def body(channel: sandbox.Channel) -> None:
+        runner.perform(request, folder, channel)
+
+    try:
+        return sandbox.run(body, folder, limits, isolation, connection.fileno())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def preload(names: list[str]) -> None:
+    """Import what tests need, so that forks have it. What is not installed, the tests will miss themselves."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    unittest.mock.Mock()
+
+
+if __name__ == "__main__":
+    preload(sys.argv[2:])
+    serve(int(sys.argv[1]))
