@@ -1,4 +1,4 @@
-"""Wrong answers that the other tests let pass: what is swept, in which order ranks hold ranges, what an error changes."""
+"""Wrong answers that other tests let pass: what a sweep deletes, ranges in any order, what an error changes."""
 
 import sys
 import tempfile
