@@ -178,6 +178,21 @@ def check_resume(claims: demo.Claims, logs: list[dict], job: Job, backend: str) 
     claims.check(claim, same, f"losses, gradient norms and parameters; {how}")
 
 
+def check_other_ranks(claims: demo.Claims, world_size: int, job: Job, backend: str) -> None:
+    """(e) Fewer ranks that load the checkpoint go on with the same run. (Without dropout: noise belongs to ranks.)"""
+    saved = min(job.save_at)
+    changes = {"resume": job.folder / f"step_{saved}", "save_at": (), "rows": job.rows_of(world_size)}
+    few = replace(job, **changes, dropout=0.0, may_change=("dropout",), steps=saved + 3, exam_every=job.steps)
+    others = sorted({max(1, world_size // 2), max(1, world_size - 1)} - {world_size})
+    losses = [
+        [row["loss"] for row in run_ranks(train, n, few, backend=backend)[0]["rows"]] for n in (world_size, *others)
+    ]
+    off = max(abs(loss - first) / first for first, *rest in zip(*losses, strict=True) for loss in rest)
+    bound = 2 * few.rows * few.seq * torch.finfo(torch.float32).eps  # two orders of a sum over all tokens of a step
+    claim = f"(e) saved by {world_size} ranks, continued by {' and by '.join(map(str, others))}: the same losses"
+    claims.check(claim, off <= bound, f"relatively within 2 T eps = {bound:.1e}: {off:.1e}")
+
+
 def _outcome(row: dict) -> dict:
     return {name: value for name, value in row.items() if name != "seconds"}
 
@@ -186,6 +201,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = demo.parser(__doc__)
     parser.add_argument("--steps", type=demo.positive, help=f"optimizer steps (default: {STEPS}; {TEXT_STEPS} of text)")
+    parser.add_argument("--rows", type=demo.positive, help="sequences a step over all ranks (default: 4 a rank)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on the characters of a text file")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
     parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
@@ -207,6 +223,7 @@ def make_job(args: argparse.Namespace) -> Job:
     return Job(
         from_text(args.text, Job.seq) if args.text else synthetic(args.seed),
         steps=args.steps,
+        rows=args.rows,
         seed=args.seed,
         exam_every=max(1, args.steps // STEPS),
         save_at=(args.steps,) if args.resume else (half, args.steps),
@@ -236,6 +253,8 @@ def demonstrate(args: argparse.Namespace) -> int:
     check_ranks(claims, logs)
     if not args.resume:
         check_resume(claims, logs, job, args.backend)
+        if args.world_size > 1 and not under_torchrun():  # whose number of processes is what it is
+            check_other_ranks(claims, args.world_size, job, args.backend)
         if all(holds for _, holds in claims.checked):
             demo.say("\nRESUME VERIFIED")
     write_metrics(args.out / "metrics.jsonl", logs[0]["rows"], bool(args.resume))

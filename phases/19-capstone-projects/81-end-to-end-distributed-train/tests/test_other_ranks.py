@@ -103,7 +103,7 @@ class Pairs(unittest.TestCase):
 
     def assert_close(self, rows: list[dict], expected: list[dict], dtype=torch.float32):
         """Two orders of a sum over T tokens differ by at most 2 (T - 1) eps sum|x|: so do two means, relatively."""
-        bound = 2 * ROWS * JOB.seq * torch.finfo(dtype).eps
+        bound = 2 * ROWS * JOB.seq * torch.finfo(dtype).eps  # of 13 rows, also where there are more
         self.assertEqual([row["step"] for row in rows], [row["step"] for row in expected])
         for row, want in zip(rows, expected, strict=True):
             self.assertAlmostEqual(row["loss"], want["loss"], delta=bound * want["loss"], msg=f"step {row['step']}")
@@ -135,6 +135,13 @@ class TestAllPairs(Pairs):
 
     def test_saved_by_any_continued_by_any(self):
         self.check(JOB, RANKS)
+
+    def test_saved_by_4_at_10_continued_by_2_to_20(self):
+        job = replace(JOB, steps=20, rows=16)
+        logs = virtual(4, replace(job, save_at=(10,), folder=self.folder))
+        again = virtual(2, replace(job, resume=self.folder / "step_10"))
+        self.assertEqual([log["start"] for log in again], [10, 10])
+        self.assert_close(again[0]["rows"], logs[0]["rows"][10:])
 
     def test_in_fp64_it_is_2_to_the_29_closer(self):
         self.check(DoubleJob(**vars(JOB)), (1, 3, 8), torch.float64)

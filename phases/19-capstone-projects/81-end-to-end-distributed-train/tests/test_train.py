@@ -28,7 +28,7 @@ from checkpoint import load_sharded, save_sharded
 from mesh_comm import MeshComm
 from corpus import synthetic
 from flat import gather_flat_params
-from e2e_runs import DoubleJob, Keeping, plain_loop, virtual
+from e2e_runs import DoubleJob, Keeping, outcomes, plain_loop, virtual
 from memory import model_state_bytes
 from train import Job, NonFiniteError
 from virtual import VirtualCluster
@@ -42,11 +42,6 @@ ONE_EXAM = 1000  # exam_every: after the last step only
 
 def column(log: dict, name: str) -> list:
     return [row[name] for row in log["rows"]]
-
-
-def outcomes(log: dict) -> list[dict]:
-    """All that a run is, but for how long it took."""
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in log["rows"]]
 
 
 def my_rank() -> int:
