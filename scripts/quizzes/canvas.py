@@ -11,10 +11,14 @@ from shapes import shown
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a grades CSV. `points` is None where there is no grade, `of` where the file does not say."""
+    """One row of a grades CSV. `points` is None where there is no grade, `of` where the file does not say.
+
+    `keys` are what the gradebook may know the student by, the best first.
+    """
 
     number: int
     student: str
+    keys: tuple[str, ...]
     points: Decimal | None
     of: Decimal | None
 
@@ -32,7 +36,10 @@ class Filled:
 
 
 def read_grades(path: Path) -> tuple[Table, list[Line]]:
-    """Read the columns `student` and `points`, and `of` if it is there. UserError names file and line."""
+    """Read the columns `student` and `points`, and `id` and `of` if they are there. UserError names file and line.
+
+    With an `id`, `student` may be the name: it is tried where the gradebook does not know the id.
+    """
     table = read_table(path)
     columns = [column.casefold() for column in table.columns]
     for name in ("student", "points"):
@@ -43,8 +50,10 @@ def read_grades(path: Path) -> tuple[Table, list[Line]]:
         student = row.value(columns.index("student"))
         if not student:
             raise table.fault(row.line, "the student is empty")
+        identity = row.value(columns.index("id")) if "id" in columns else ""
         of = _points(table, row, columns.index("of")) if "of" in columns else None
-        lines.append(Line(row.line, student, _points(table, row, columns.index("points")), of))
+        points = _points(table, row, columns.index("points"))
+        lines.append(Line(row.line, student, tuple(filter(None, (identity, student))), points, of))
     if not lines:
         raise table.fault(table.heading.line, "no grade follows the heading")
     return table, lines
@@ -67,7 +76,7 @@ def fill(book: Gradebook, table: Table, lines: list[Line], scale: bool) -> Fille
     possible = book.possible
     seen: dict[int, int] = {}
     for line in lines:
-        row = book.find(line.student)
+        row = next((row for key in line.keys if (row := book.find(key))), None)
         if row is None:
             done.unmatched.append(line.student)
             continue

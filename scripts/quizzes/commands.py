@@ -52,7 +52,11 @@ def register(add: Callable) -> None:
     canvas = add("canvas", fill_canvas, "fill a column of a Canvas gradebook with grades of a quiz or of code")
     canvas.add_argument("gradebook", type=Path, metavar="GRADEBOOK.csv", help="the gradebook as Canvas exported it")
     canvas.add_argument(
-        "--grades", type=Path, required=True, metavar="CSV", help="columns student (an id, or the name) and points; of"
+        "--grades",
+        type=Path,
+        required=True,
+        metavar="CSV",
+        help="columns student (an id, or the name), points; also id, of",
     )
     canvas.add_argument(
         "--column", required=True, metavar="TITLE", help="the heading to fill, such as 'Quiz 76 (1234)'"

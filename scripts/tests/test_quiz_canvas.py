@@ -81,6 +81,16 @@ class TestCanvas(QuizCase):
         _, text = self.fill('student,points\n"Lovelace, Ada",2\n')
         self.assertIn('B",4.00,2,88.5', text)
 
+    def test_grades_with_ids_and_names(self):
+        # Their id tells the two Noethers apart; a name is tried where the gradebook does not know the id.
+        grades = 'student,id,points,of\nNoether,u5,2,6\n"Lovelace, Ada",x1,4,6\n"Turing, Alan",102,5,6\nNobody,x2,1,6\n'
+        value, text = self.fill(grades, "--allow-unmatched")
+        self.assertEqual(value["filled"], ["Noether", "Lovelace, Ada", "Turing, Alan"])
+        self.assertEqual((value["unmatched"], value["left"]), (["Nobody"], ["Turing, Alan", "Noether"]))
+        self.assertIn("emmy2,One,1,2,", text)
+        self.assertIn('B",4.00,4,88.5', text)
+        self.assertIn("grace,One,,5,70.1", text)  # the id counts more than the name
+
     def test_ambiguous_names_and_ids(self):
         self.assert_fault("book.csv: Student 'Noether' is ambiguous: lines 7, 8", "student,points\nNoether,3\n")
         book = EXPORT.replace("u5,emmy2", "u4,emmy2")

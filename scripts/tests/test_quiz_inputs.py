@@ -55,7 +55,7 @@ class TestText(InFolder):
     def test_json(self):
         self.assertEqual(read_json(self.put("a", '\ufeff{"b":\r\n 1}')).line("b"), 2)
         for data, message in [
-            ('{"a": 1,\n}', ":2: no valid JSON"),
+            ('{"a": 1,\n"b"}', ":2: no valid JSON"),
             ('{"a": 1,\n"a": 2}', ":2: no valid JSON: the key 'a' is there twice"),
             ("[" * 100_000, ":1: no"),
             ("9" * 5000, ":1: no JSON that can be read") if sys.version_info >= (3, 11) else ("{", ":1: no"),
