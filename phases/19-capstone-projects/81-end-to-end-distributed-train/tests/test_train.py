@@ -353,6 +353,15 @@ class TestSpike(unittest.TestCase):
         self.assertEqual(self.run_with({}, job)[0], [])
         self.assertEqual(self.run_with({3: 1.9}, job)[0], [])
 
+    def test_the_first_step_after_a_resume_is_compared_with_the_last_before(self):
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(CORPUS, steps=5, model=SMALL, exam_every=ONE_EXAM, save_at=(3,), folder=Path(folder))
+            calls, logs = self.run_with({}, job)
+            self.assertEqual(calls, [])
+            calls, again = self.run_with({1: 5.0}, replace(job, save_at=(), resume=Path(folder) / "step_3"))
+        expected = [(rank, 4, logs[0]["rows"][2]["loss"], again[0]["rows"][0]["loss"]) for rank in range(2)]
+        self.assertEqual(sorted(calls), expected)
+
     def test_an_error_of_the_hook_stops_the_run_before_the_parameters_change(self):
         class Stop(Exception):
             pass
@@ -601,6 +610,7 @@ class TestResume(unittest.TestCase):
             (change(None, ["data", "samples"], 81), "the data's position: place was 18, is 19"),
             (change(None, ["data", "tokens"], "other"), "the data's position: tokens was 'other', is"),
             (change(None, ["data"], None), "not a checkpoint of this training loop: KeyError"),
+            (change(None, ["losses"], ["low"]), "losses: expected numbers, found ..low"),
             (change(1, ["random", "cpu"], torch.zeros(3, dtype=torch.uint8)), "random state: expected"),
             (change(0, ["random"], {}), "random state: expected"),
             (change(0, ["job", "device"], "cuda"), "device was 'cuda', is 'cpu'"),
