@@ -1,7 +1,32 @@
 """The commands for grading: grade, similar, autograder."""
 
 from collections.abc import Callable
+from pathlib import Path
+
+from grading.actions import grade_class
 
 
 def register(add: Callable) -> None:
     """Add these commands: `add(name, action, text)` returns a parser; `action(course, args)` an exit code."""
+    grade = add("grade", grade_class, "grade what a class handed in: each exercise alone, in a sandbox, with evidence")
+    grade.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
+    grade.add_argument(
+        "submissions",
+        metavar="SUBMISSIONS",
+        type=Path,
+        help="a folder with one a student, or the bulk download of Canvas, Moodle or Gradescope; zips too",
+    )
+    grade.add_argument("--out", metavar="REPORT", type=Path, required=True, help="a new folder for the reports")
+    grade.add_argument("--roster", metavar="CSV", type=Path, help="the class: id, name, or a platform's export")
+    grade.add_argument("--only", metavar="STUDENT", help="one student, by id or name")
+    grade.add_argument("--exercise", metavar="ID", action="append", default=[], help="only this exercise")
+    grade.add_argument("--overrides", metavar="CSV", type=Path, help="student, exercise, points, reason: set by hand")
+    grade.add_argument("--resume", action="store_true", help="keep reports whose submission has not changed")
+    grade.add_argument("--jobs", metavar="J", type=int, default=2, help="students at a time (default: 2)")
+    grade.add_argument("--json", action="store_true", help="print the class as JSON")
+    grade.add_argument("--collective-seconds", metavar="S", type=float, help="one wait between ranks (default: 20)")
+    grade.add_argument("--test-seconds", metavar="S", type=float, help="the most for one test (default: 120)")
+    grade.add_argument("--run-seconds", metavar="S", type=float, help="the most for one exercise (default: 300)")
+    grade.add_argument("--submission-seconds", metavar="S", type=float, help="one student's exercises (default: 900)")
+    grade.add_argument("--memory", metavar="MIB", type=int, help="of all processes of a run (default: 6144)")
+    grade.add_argument("--no-isolation", action="store_true", help="plain processes: for practice on your own code")

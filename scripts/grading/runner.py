@@ -2,7 +2,7 @@
 
 import faulthandler
 import importlib
-import json
+import linecache
 import os
 import re
 import shutil
@@ -184,7 +184,7 @@ def describe(error: BaseException, folder: Path) -> dict:
         "failed": isinstance(error, AssertionError),
         "message": text[:MESSAGE].replace(f"{folder}{os.sep}", ""),
         "frames": [frame for frame in inside if frame[0]][:100],
-        "assertion": _assertion(error, folder),
+        "assertion": _assertion(error),
     }
 
 
@@ -193,12 +193,14 @@ def _inside(file: str, folder: Path) -> str:
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else ""
 
 
-def _assertion(error: BaseException, folder: Path) -> str:
-    """The line of the tests that raised the error, if one did."""
-    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__) if "tests" in frame.filename]
-    return lines[-1][:500] if lines else ""
-
-
-def as_json(request: Request) -> str:
-    """The request as one line."""
-    return json.dumps(vars(request))
+def _assertion(error: BaseException) -> str:
+    """The statement of the tests that raised the error, if one did, on one line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "tests" in Path(frame.filename).parts]
+    if not frames:
+        return ""
+    text = ""
+    for number in range(frames[-1].lineno or 0, (frames[-1].lineno or 0) + 8):
+        text = f"{text} {linecache.getline(frames[-1].filename, number).strip()}".strip()
+        if text.count("(") <= text.count(")"):
+            break
+    return text[:500]

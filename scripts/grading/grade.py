@@ -1,0 +1,149 @@
+"""Grade what one student handed in: each exercise alone, in the pristine lesson with the student's functions in it.
+
+| status        | what it means                                                                   | points |
+|---------------|---------------------------------------------------------------------------------|--------|
+| correct       | every test of the exercise ran exactly once and passed                          | all    |
+| incorrect     | a test failed, or the run ended in another way than with all tests passed       | 0      |
+| not attempted | the functions are as in the starter, or file or function was not handed in      | 0      |
+| blocked       | cannot be run: no Python, cannot be cut out, or the submission's time is used up | 0      |
+| error         | this machine could not judge it: the tests fail here on the lesson's own code   | open   |
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from exercises.model import Exercise
+from exercises.source import GraftError, decode, definition, parse
+from exercises.surgery import graft_all, is_stub
+from faults import UserError
+from grading.evidence import Cut, collect
+from grading.judge import Judge, Verdict
+from grading.submissions import Work, find_module
+from lessons import Lesson
+
+STATUSES = ("correct", "incorrect", "not attempted", "blocked", "error")
+
+
+@dataclass
+class Result:
+    """One exercise of one student. `points` is None where nothing is decided."""
+
+    exercise: str
+    status: str
+    points: float | None
+    of: float
+    reason: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    tests: int = 0
+    seconds: float = 0.0
+    reused: bool = False
+    override: dict[str, Any] | None = None
+
+
+class NotAttempted(Exception):
+    """Nothing of an exercise was handed in; the text says what is missing."""
+
+
+class Blocked(Exception):
+    """What was handed in cannot be put into the lesson; `file` and `line` say where."""
+
+    def __init__(self, reason: str, file: str = "", line: int | None = None) -> None:
+        super().__init__(reason)
+        self.file, self.line = file, line
+
+
+def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
+    """All exercises of one student, in order."""
+    begin = time.monotonic()
+    results = []
+    for exercise in exercises:
+        used = time.monotonic() - begin
+        if used > judge.limits.submission_seconds and work.handed is not None:
+            reason = f"not run: the submission's {judge.limits.submission_seconds:g} s were used up before"
+            results.append(Result(exercise.id, "blocked", 0, exercise.points, reason))
+        else:
+            results.append(grade_exercise(judge, exercise, work))
+    return results
+
+
+def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
+    """One exercise."""
+    try:
+        cuts = cut(judge.lesson, judge, exercise, work)
+    except NotAttempted as missing:
+        return Result(exercise.id, "not attempted", 0, exercise.points, str(missing))
+    except Blocked as blocked:
+        place = {"file": blocked.file, "line": blocked.line} if blocked.file else {}
+        evidence = {key: value for key, value in place.items() if value is not None}
+        return Result(exercise.id, "blocked", 0, exercise.points, str(blocked), evidence)
+    verdict = judge.judge(exercise, {module: cut.grafted for module, cut in cuts.items()})
+    return _result(exercise, verdict, list(cuts.values()))
+
+
+def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
+    points = {"correct": exercise.points, "incorrect": 0}.get(verdict.status)
+    evidence = collect(verdict, cuts, exercise.functions).to_json() if verdict.status == "incorrect" else {}
+    more = {"tests": verdict.tests, "seconds": round(verdict.seconds, 3), "reused": verdict.reused}
+    return Result(exercise.id, verdict.status, points, exercise.points, verdict.reason, evidence, **more)
+
+
+def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[str, Cut]:
+    """The lesson's modules with the student's functions of this exercise in them.
+
+    Raises NotAttempted, or Blocked with file and line. What is wrong elsewhere in a file, but leaves it Python, does
+    not matter: only these functions are taken.
+    """
+    if work.handed is None:
+        raise NotAttempted("nothing was handed in")
+    cuts, stubs, missing = {}, [], []
+    for module, names in exercise.by_module.items():
+        try:
+            path = find_module(work.handed, lesson, module)
+        except UserError as error:
+            raise Blocked(str(error)) from None
+        if path is None:
+            missing.append(f"{module}.py was not handed in")
+            continue
+        shown = work.handed.origins.get(path, path)
+        text = _text(work.handed.files[path], shown)
+        missing += _missing(text, names, shown)
+        if not missing:
+            stubs += [is_stub(text, name) for name in names]
+            cuts[module] = Cut(shown, text, _graft(judge.layout.source(module), text, names, shown), "")
+            cuts[module].path = judge.layout.path(module)
+    if missing:
+        problems = work.handed.problems
+        raise NotAttempted("; ".join(missing + problems[:3]))
+    if all(stubs):
+        raise NotAttempted("still as in the starter")
+    return cuts
+
+
+def _text(data: bytes, shown: str) -> str:
+    try:
+        text = decode(data)
+        parse(text)
+        return text
+    except GraftError as error:
+        raise Blocked(error.reason, shown, error.line) from None
+
+
+def _missing(text: str, names: list[str], shown: str) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            definition(parse(text), name)
+        except GraftError as error:
+            if error.reason.startswith("there is no"):
+                found.append(f"{shown}: {error.reason}")
+            else:
+                raise Blocked(error.reason, shown, error.line) from None
+    return found
+
+
+def _graft(pristine: str, text: str, names: list[str], shown: str) -> str:
+    try:
+        return graft_all(pristine, text, names)
+    except GraftError as error:
+        raise Blocked(error.reason, shown, error.line) from None

@@ -1,0 +1,133 @@
+"""Whose is what: the bulk downloads of Canvas, Moodle and Gradescope, and one folder (or zip, or file) a student.
+
+Canvas      lastfirst_12345_67890_zero.py       flat; LATE after the name; -1 before .py: handed in again
+Moodle      First Last_12345_assignsubmission_file_/zero.py
+Gradescope  submission_123456/zero.py           and submission_metadata.yml, which says whose
+else        ID or name/...                      also ID.zip
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from grading.handin import METADATA, HandedFile, Tree, below
+
+_CANVAS = re.compile(r"^(?P<name>[^_/]+?)(?P<late>_LATE)?_(?P<user>\d+)_(?P<submission>\d+)_(?P<file>[^/]+)$")
+_MOODLE = re.compile(r"^(?P<name>.+)_(?P<user>\d+)_assignsubmission_\w+$")
+_AGAIN = re.compile(r"-(\d+)(?=\.\w+$)")
+_YAML_TOP = re.compile(r"^(\S[^:]*):\s*$")
+_YAML_KEY = re.compile(r"^\s+(?:-\s+)?:?(name|sid|email|created_at):\s*(.*?)\s*$")
+
+
+@dataclass
+class Handed:
+    """What one student handed in at one time."""
+
+    label: str  # the folder or file that it came as
+    names: list[str]  # what a roster may know the student by, the best first
+    platform: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)  # path in `files` -> path in the download
+    problems: list[str] = field(default_factory=list)
+    late: bool = False
+    order: tuple = ()  # the newest is the greatest
+
+
+def split(tree: Tree) -> tuple[list[Handed], list[str]]:
+    """What was handed in, and the files that belong to nobody."""
+    tree = _without_wrapper(tree)
+    metadata = tree.files.pop(METADATA, None)
+    people = read_metadata(metadata.data.decode(errors="replace")) if metadata else {}
+    found: dict[str, Handed] = {}
+    stray: list[str] = []
+    orders: dict[str, dict[str, tuple]] = {}
+    for top in dict.fromkeys(path.split("/")[0] for path in [*tree.files, *(path for path, _ in tree.problems)]):
+        folder = any(path.startswith(f"{top}/") for path in [*tree.files, *(path for path, _ in tree.problems)])
+        zipped = top.lower().endswith(".zip")
+        if match := _CANVAS.match(top):
+            key = f"{match['name']}_{match['user']}"
+            handed = found.setdefault(key, Handed(key, [match["user"], match["name"]], "Canvas"))
+            handed.late |= bool(match["late"])
+            _take_canvas(tree, top, match, handed, orders.setdefault(key, {}))
+            continue
+        if folder or zipped:
+            handed = _folder(top, people)
+            for path, file in below(tree.files, top):
+                handed.files[path], handed.origins[path] = file.data, f"{top}/{path}"
+                if not people:
+                    handed.order = max(handed.order, (file.time,))
+            found[top] = handed
+        else:
+            stray.append(top)
+    for handed in found.values():
+        prefixes = (f"{handed.label}/", f"{handed.label}_")
+        handed.problems += [
+            f"{path}: {problem}"
+            for path, problem in tree.problems
+            if path == handed.label or path.startswith(prefixes) or path.replace("_LATE", "").startswith(prefixes)
+        ]
+    return list(found.values()), stray
+
+
+def _folder(top: str, people: dict[str, dict]) -> Handed:
+    if top in people:
+        person = people[top]
+        return Handed(top, person["names"], "Gradescope", order=(person["created"],))
+    if match := _MOODLE.match(top):
+        return Handed(top, [match["name"]], "Moodle")
+    name = top[:-4] if top.lower().endswith(".zip") else top
+    return Handed(top, [name], "folder")
+
+
+def _take_canvas(tree: Tree, top: str, match: re.Match, handed: Handed, orders: dict[str, tuple]) -> None:
+    """One file of a Canvas download, or a zip. Of two with the same name the one handed in last counts."""
+    again = _AGAIN.search(match["file"])
+    order = (int(match["submission"]), int(again[1]) if again else 0)
+    handed.order = max(handed.order, order)
+    inside = [(path, file, f"{top}/{path}") for path, file in below(tree.files, top)]
+    if top in tree.files:
+        inside.append((_AGAIN.sub("", match["file"]), tree.files[top], top))
+    for path, file, origin in inside:
+        if order >= orders.get(path, ()):
+            orders[path] = order
+            handed.files[path], handed.origins[path] = file.data, origin
+
+
+def _without_wrapper(tree: Tree) -> Tree:
+    """The tree without the one folder that a platform's zip puts around everything."""
+    tops = {path.split("/")[0] for path in tree.files}
+    if len(tops) != 1:
+        return tree
+    (top,) = tops
+    inside: dict[str, HandedFile] = dict(below(tree.files, top))
+    seconds = {path.split("/")[0] for path in inside}
+    wraps = METADATA in inside or any(_CANVAS.match(name) or _MOODLE.match(name) for name in seconds)
+    if not wraps:
+        return tree
+    return Tree(inside, [(path.removeprefix(f"{top}/"), problem) for path, problem in tree.problems])
+
+
+def read_metadata(text: str) -> dict[str, dict]:
+    """Gradescope's metadata: {folder: {"names": [id, email, name, ...], "created": text that sorts by time}}.
+
+    Only the few keys that are needed are read, line by line: names of a submission's students, and when it was made.
+    """
+    people: dict[str, dict] = {}
+    current: dict | None = None
+    parts: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if top := _YAML_TOP.match(line):
+            current = people.setdefault(top[1].strip("\"'"), {"names": [], "created": ""})
+            parts = {}
+        elif current is not None and (key := _YAML_KEY.match(line)):
+            value = key[2].strip("\"'")
+            if key[1] == "created_at":
+                current["created"] = current["created"] or value
+            elif value:
+                parts.setdefault(key[1], []).append(value)
+                current["names"] = [v for name in ("sid", "email", "name") for v in parts.get(name, [])]
+    return people
+
+
+def squashed(name: str) -> str:
+    """Letters and digits alone, small: how Canvas writes a name into a file's."""
+    return re.sub(r"[\W_]+", "", name.casefold())

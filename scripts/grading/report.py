@@ -1,0 +1,158 @@
+"""A student's report.md, report.json and results.json (Gradescope), and the class's tables."""
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+import gradescope
+from csvfile import csv_text
+from exercises.model import Exercise
+from grading.grade import STATUSES, Result
+from grading.isolation import Isolation
+from grading.submissions import Class, Work
+from lessons import Lesson
+
+SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": "b", "error": "E"}
+
+
+def folder_name(student_id: str) -> str:
+    """A student's id as the name of a folder."""
+    safe = re.sub(r"[^\w.@+-]", "_", student_id).strip(".")
+    return safe[:80] or "_"
+
+
+def total(results: list[Result]) -> tuple[float | None, float]:
+    """(points, of); points are None while one exercise is undecided."""
+    points = [result.points for result in results]
+    return None if None in points else sum(points), sum(result.of for result in results)
+
+
+def student_json(
+    lesson: Lesson, work: Work, results: list[Result], exercises: list[Exercise], isolation: Isolation, more: dict
+) -> dict[str, Any]:
+    """report.json."""
+    points, of = total(results)
+    handed = work.handed
+    titles = {exercise.id: exercise.title for exercise in exercises}
+    return {
+        "lesson": lesson.id,
+        "student": {"id": work.student.id, "name": work.student.name},
+        "submission": handed.label if handed else None,
+        "platform": handed.platform if handed else None,
+        "late": handed.late if handed else False,
+        "superseded": work.superseded,
+        "problems": handed.problems if handed else [],
+        "points": points,
+        "of": of,
+        "exercises": [asdict(result) | {"title": titles.get(result.exercise, "")} for result in results],
+        "isolation": isolation.to_json(),
+        **more,
+    }
+
+
+def student_md(report: dict[str, Any]) -> str:
+    """report.md, from the same data."""
+    student = report["student"]
+    shown = "not decided yet" if report["points"] is None else f"{report['points']:g} of {report['of']:g} points"
+    lines = [f"# {student['name']} ({student['id']}): lesson {report['lesson']}", "", f"**{shown}**", ""]
+    lines += [f"Handed in: {_code(report['submission'])}" + (" (late)" if report["late"] else "")]
+    lines += [f"Replaced by it: {', '.join(map(_code, report['superseded']))}"] if report["superseded"] else []
+    lines += [f"Problem: {problem}" for problem in report["problems"]]
+    lines += [f"Isolation: {text}" for text in report["isolation"]["missing"]]
+    lines += ["", "| exercise | status | points | tests | |", "|---|---|---:|---:|---|"]
+    for item in report["exercises"]:
+        points = "open" if item["points"] is None else f"{item['points']:g}"
+        note = f"set by hand: {item['override']['reason']}" if item["override"] else ""
+        note = note or ("as for the same code before" if item["reused"] else "")
+        lines.append(
+            f"| {item['exercise']} | {item['status']} | {points} / {item['of']:g} | {item['tests'] or ''} | {note} |"
+        )
+    for item in report["exercises"]:
+        if item["status"] != "correct" or item["override"]:
+            lines += ["", *exercise_md(item, report)]
+    return "\n".join(lines) + "\n"
+
+
+def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """What is to be said about one exercise."""
+    lines = [f"## {item['title'] or item['exercise']}: {item['status']}", ""]
+    if item["override"]:
+        was = "open" if item["override"]["was"] is None else f"{item['override']['was']:g}"
+        lines += [f"Points set by hand: {item['points']:g} instead of {was}. {item['override']['reason']}", ""]
+    evidence = item["evidence"]
+    lines += [f"{item['reason'][:1].upper()}{item['reason'][1:]}.", ""] if item["reason"] else []
+    names = {"test": "test", "expected": "expected", "observed": "observed", "rank": "rank", "waiting": "deadlock"}
+    lines += [f"- {word}: {_code(evidence[key])}" for key, word in names.items() if evidence.get(key) not in (None, "")]
+    if evidence.get("file"):
+        place = f"{evidence['file']}:{evidence['line']}" if evidence.get("line") else evidence["file"]
+        lines.append(f"- in: {_code(place)}")
+    if evidence.get("lines"):
+        marked = [f"{'>' if n == evidence.get('line') else ' '} {n:4} {text}" for n, text in evidence["lines"]]
+        lines += ["", *_block("python", "\n".join(marked))]
+    message = evidence.get("message", "")
+    if "\n" in message:
+        lines += ["", *_block("text", message)]
+    if evidence.get("output"):
+        lines += ["", "It printed (the end):", "", *_block("text", evidence["output"])]
+    if item["status"] == "incorrect" and report.get("command"):
+        lines += ["", "To see it again:", "", *_block("bash", f"{report['command']} --exercise {item['exercise']}")]
+    return lines
+
+
+def _code(text: object) -> str:
+    plain = " ".join(str(text).split())
+    return f"``{plain}``" if "`" in plain else f"`{plain}`"
+
+
+def _block(language: str, text: str) -> list[str]:
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    return [f"{fence}{language}", text, fence]
+
+
+def gradescope_json(report: dict[str, Any]) -> dict[str, Any]:
+    """results.json of one student. ValueError while an exercise is undecided."""
+    tests = []
+    for item in report["exercises"]:
+        if item["points"] is None:
+            raise ValueError(f"{item['exercise']} is not decided: {item['reason']}")
+        text = "\n".join(exercise_md(item, {})) if item["status"] != "correct" or item["override"] else ""
+        name = f"{item['title'] or item['exercise']} ({item['status']})"
+        tests.append(gradescope.test(name, item["points"], item["of"], text, output_format="md"))
+    missing = "\n".join(report["isolation"]["missing"])
+    return gradescope.results(tests, output=missing, execution_time=report.get("seconds"))
+
+
+def class_csv(reports: list[dict[str, Any]], exercises: list[Exercise]) -> str:
+    """Columns student, id, points, of, and one for each exercise; empty cells are undecided."""
+    rows = []
+    for report in reports:
+        cells = {item["exercise"]: item["points"] for item in report["exercises"]}
+        student = report["student"]
+        own = [cells.get(exercise.id) for exercise in exercises]
+        rows.append([student["name"], student["id"], report["points"], report["of"], *own])
+    return csv_text(["student", "id", "points", "of", *(exercise.id for exercise in exercises)], rows)
+
+
+def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of: Class, isolation: Isolation) -> str:
+    """The table of the class, what could not be matched, and what the signs mean."""
+    lines = [f"# Lesson {lesson.id}: {len(reports)} students", ""]
+    lines += [f"- {text}" for text in isolation.missing] + ([""] if isolation.missing else [])
+    heads = ["student", "id", "points", *(exercise.id for exercise in exercises)]
+    lines += [f"| {' | '.join(heads)} |", f"|---|---|---:|{':-:|' * len(exercises)}"]
+    for report in reports:
+        marks = {item["exercise"]: SHORT[item["status"]] + "*" * bool(item["override"]) for item in report["exercises"]}
+        points = "open" if report["points"] is None else f"{report['points']:g} / {report['of']:g}"
+        student = report["student"]
+        own = [marks.get(exercise.id, "") for exercise in exercises]
+        cells = [student["name"], student["id"], points, *own]
+        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    lines += ["", f"{', '.join(f'{SHORT[status]} {status}' for status in STATUSES)}; * points set by hand."]
+    late = [report["student"]["id"] for report in reports if report["late"]]
+    nothing = [report["student"]["id"] for report in reports if report["submission"] is None]
+    for what, who in (("Late", late), ("Nothing was handed in by", nothing)):
+        lines += ["", f"{what}: {', '.join(who)}"] if who else []
+    if of.unmatched:
+        lines += ["", "## Not matched", "", *(f"- `{label}`: {why}" for label, why in of.unmatched)]
+    if of.stray:
+        lines += ["", "## Files that belong to nobody", "", *(f"- `{name}`" for name in of.stray)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,127 @@
+"""The students of a class with what they handed in last."""
+
+import hashlib
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from faults import UserError
+from grading.handin import read_tree
+from grading.platforms import Handed, split, squashed
+from lessons import Lesson
+from roster import Roster, Student
+
+_LESSON = re.compile(r"^\d\d-[a-z0-9-]+$")
+
+
+@dataclass
+class Work:
+    """One student, what counts, and what was replaced by it; `handed` is None if nothing came."""
+
+    student: Student
+    handed: Handed | None = None
+    superseded: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that was handed in."""
+        total = hashlib.sha256()
+        for path, data in sorted(self.handed.files.items() if self.handed else ()):
+            total.update(f"{path}\0{hashlib.sha256(data).hexdigest()}\n".encode())
+        return total.hexdigest()
+
+
+@dataclass
+class Class:
+    """All students, and what could not be matched: (label, why)."""
+
+    works: list[Work]
+    unmatched: list[tuple[str, str]] = field(default_factory=list)
+    stray: list[str] = field(default_factory=list)
+
+    def only(self, wanted: str) -> list[Work]:
+        """The student with this id or name; UserError if there is none."""
+        key = wanted.strip().casefold()
+        found = [work for work in self.works if key in (work.student.id.casefold(), work.student.name.casefold())]
+        if not found:
+            known = ", ".join(work.student.id for work in self.works[:10])
+            raise UserError(f"--only {wanted!r}: no such student; there are {known or 'none'}")
+        return found
+
+
+def read_class(path: Path, roster: Roster | None) -> Class:
+    """All that was handed in, matched by the roster; without one each name on a folder or file is a student."""
+    handed, stray = split(read_tree(path))
+    if not handed:
+        raise UserError(f"{path}: nothing was handed in: no folder of a student, and no file of a platform's download")
+    works: dict[str, Work] = {}
+    unmatched: list[tuple[str, str]] = []
+    for student in roster.students if roster else ():
+        works[student.id] = Work(student)
+    for item in sorted(handed, key=lambda item: (item.order, item.label)):
+        student, why = match(item, roster)
+        if student is None:
+            unmatched.append((item.label, why))
+            continue
+        work = works.setdefault(student.id, Work(student))
+        if work.handed is not None:
+            work.superseded.append(work.handed.label)
+        work.handed = item
+    return Class(sorted(works.values(), key=lambda work: work.student.line or 0), sorted(unmatched), stray)
+
+
+def match(handed: Handed, roster: Roster | None) -> tuple[Student | None, str]:
+    """Whose it is: by id, email address or exact name, then by the name's letters; or why nobody's."""
+    if roster is None:
+        name = handed.names[-1] if handed.names else handed.label
+        return Student(handed.names[0] if handed.platform == "Gradescope" and handed.names else name, name), ""
+    for name in handed.names:
+        try:
+            if student := roster.find(name):
+                return student, ""
+        except UserError as error:
+            return None, str(error)
+    for name in handed.names:
+        wanted = squashed(_plain(name))
+        found = [student for student in roster.students if wanted and wanted in _spellings(student.name)]
+        if len(found) == 1:
+            return found[0], ""
+        if found:
+            return None, f"{name} could be any of {', '.join(student.id for student in found)}"
+    return None, f"nobody in {roster.path.name} goes by {' or '.join(handed.names) or 'no name'}"
+
+
+def _plain(text: str) -> str:
+    """Without accents."""
+    return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+
+
+def _spellings(name: str) -> set[str]:
+    """The name's words in each order that begins elsewhere, without spaces: annamarielee, leeannamarie ..."""
+    words = _plain(name).replace(",", " ").split()
+    return {squashed("".join(words[at:] + words[:at])) for at in range(len(words))}
+
+
+def find_module(handed: Handed, lesson: Lesson, module: str) -> str | None:
+    """The path of a module among what was handed in, None if it is not there. UserError if two differ.
+
+    The one in this lesson's folder is preferred, then one in a folder `code`, then the one that lies least deep; tests
+    and other lessons' folders are passed over.
+    """
+    ranked: dict[tuple, list[str]] = {}
+    for path in handed.files:
+        parts = PurePosixPath(path).parts
+        if parts[-1] != f"{module}.py" or "tests" in parts[:-1]:
+            continue
+        lessons = [part for part in parts[:-1] if _LESSON.match(part)]
+        if lessons and lesson.id not in lessons:
+            continue
+        rank = (lesson.id not in lessons, "code" not in parts[:-1], len(parts))
+        ranked.setdefault(rank, []).append(path)
+    if not ranked:
+        return None
+    best = sorted(ranked[min(ranked)])
+    if len({handed.files[path] for path in best}) > 1:
+        raise UserError(f"{module}.py was handed in more than once: {', '.join(best)}")
+    return best[0]
