@@ -1,0 +1,210 @@
+"""Submissions as the platforms hand them out, and zips that mean no good."""
+
+import io
+import os
+import sys
+import tempfile
+import unittest
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from faults import UserError
+from grading import handin
+from grading.handin import read_tree, read_zip
+from grading.platforms import Handed
+from grading.submissions import find_module, read_class
+from roster import read_roster
+
+ROSTER = """id,name,email
+s1,Anna Lee,anna@x.org
+s2,Bo van Dyk,bo@x.org
+s3,José Núñez,jose@x.org
+s4,Anna Lea,lea@x.org
+"""
+
+
+def zipped(files: dict[str, bytes | str]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        holder = tempfile.TemporaryDirectory()
+        self.addCleanup(holder.cleanup)
+        self.root = Path(holder.name)
+        self.put("roster.csv", ROSTER)
+        self.roster = read_roster(self.root / "roster.csv")
+
+    def put(self, name: str, data: bytes | str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+    def handed(self, name: str = "in", roster=True) -> dict[str, dict[str, bytes] | None]:
+        self.of = read_class(self.root / name, self.roster if roster else None)
+        return {work.student.id: work.handed and work.handed.files for work in self.of.works}
+
+
+class TestPlatforms(Folder):
+    def test_canvas(self):
+        self.put("in/leeanna_11_500_rings.py", "old")
+        self.put("in/leeanna_LATE_11_501_rings-1.py", "new")
+        self.put("in/leeanna_11_500_other.py", "kept")
+        self.put("in/vandykbo_12_7_all.zip", zipped({"code/rings.py": "z"}))
+        self.put("in/nunezjose_13_9_rings-2.py", "b")
+        self.put("in/nunezjose_13_9_rings-10.py", "c")
+        self.put("in/nobody_14_9_rings.py", "c")
+        found = self.handed()
+        self.assertEqual(found["s1"], {"rings.py": b"new", "other.py": b"kept"})
+        self.assertEqual(found["s2"], {"code/rings.py": b"z"})
+        self.assertEqual(found["s3"], {"rings.py": b"c"})
+        self.assertIsNone(found["s4"])
+        self.assertEqual([label for label, _ in self.of.unmatched], ["nobody_14"])
+        first = self.of.only("s1")[0].handed
+        self.assertEqual((first.late, first.origins["rings.py"]), (True, "leeanna_LATE_11_501_rings-1.py"))
+
+    def test_canvas_by_the_id_it_knows(self):
+        self.put("in/somebody_2_9_rings.py", "x")
+        self.put("roster.csv", "id,name\n2,Anna Lee\n")
+        self.roster = read_roster(self.root / "roster.csv")
+        self.assertEqual(self.handed(), {"2": {"rings.py": b"x"}})
+
+    def test_moodle(self):
+        self.put("in/Anna Lee_991_assignsubmission_file_/rings.py", "a")
+        self.put("in/JOSE NUNEZ_992_assignsubmission_file/deep/rings.py", "j")
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s3"]), ({"rings.py": b"a"}, {"deep/rings.py": b"j"}))
+
+    def test_gradescope_the_newest_counts(self):
+        metadata = """submission_1:
+  :submitters:
+  - :name: Anna Lee
+    :sid: s1
+    :email: anna@x.org
+  :created_at: 2026-01-03 10:00:00.000000000 Z
+submission_2:
+  :submitters:
+  - :name: Anna Lee
+    :sid: s1
+  :created_at: 2026-01-02 10:00:00.000000000 Z
+submission_3:
+  :submitters:
+  - :name: Somebody
+    :email: bo@x.org
+  :created_at: 2026-01-02 10:00:00.000000000 Z
+"""
+        for number in (1, 2, 3):
+            self.put(f"in/export/submission_{number}/rings.py", str(number))
+        self.put("in/export/submission_metadata.yml", metadata)
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"]), ({"rings.py": b"1"}, {"rings.py": b"3"}))
+        self.assertEqual(self.of.only("s1")[0].superseded, ["submission_2"])
+
+    def test_a_folder_or_zip_a_student(self):
+        self.put("in/S1/code/rings.py", "a")
+        self.put("in/bo@x.org.zip", zipped({"rings.py": "b"}))
+        self.put("in/notes.py", "")
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"]), ({"code/rings.py": b"a"}, {"rings.py": b"b"}))
+        self.assertEqual(self.of.stray, ["notes.py"])
+
+    def test_of_two_folders_the_newer_counts(self):
+        for name, time in (("s1", 2000), ("Anna Lee", 1000)):
+            self.put(f"in/{name}/rings.py", name)
+            os.utime(self.root / "in" / name / "rings.py", (time, time))
+        self.assertEqual(self.handed()["s1"], {"rings.py": b"s1"})
+        self.assertEqual(self.of.only("s1")[0].superseded, ["Anna Lee"])
+
+    def test_the_whole_download_as_one_zip(self):
+        inner = zipped({"rings.py": "i"})
+        self.put("all.zip", zipped({"top/leeanna_1_2_rings.py": "x", "top/vandykbo_2_3_w.zip": inner}))
+        found = self.handed("all.zip")
+        self.assertEqual((found["s1"], found["s2"]), ({"rings.py": b"x"}, {"rings.py": b"i"}))
+
+    def test_without_a_roster_each_name_is_a_student(self):
+        self.put("in/anna/rings.py", "a")
+        self.put("in/bo.zip", zipped({"rings.py": "b"}))
+        self.assertEqual(sorted(self.handed(roster=False)), ["anna", "bo"])
+
+    def test_a_name_that_could_be_two(self):
+        self.put("roster.csv", "id,name\n1,Anna Lee\n2,Lee Anna\n")
+        self.roster = read_roster(self.root / "roster.csv")
+        self.put("in/leeanna_9_9_rings.py", "x")
+        self.handed()
+        self.assertEqual(self.of.unmatched, [("leeanna_9", "leeanna could be any of 1, 2")])
+
+    def test_nothing_or_no_such_folder(self):
+        (self.root / "in").mkdir()
+        for name in ("in", "nowhere", "roster.csv"):
+            with self.assertRaisesRegex(UserError, name):
+                self.handed(name)
+
+
+class TestZips(Folder):
+    def test_paths_that_lead_out_are_refused_and_nothing_is_written(self):
+        names = ["../up.py", "/abs.py", "a/../../up.py", "C:\\x.py", "..\\up.py"]
+        tree = read_zip(zipped({**dict.fromkeys(names, "x"), "ok.py": "1"}))
+        self.assertEqual(list(tree.files), ["ok.py"])
+        self.assertEqual(len(tree.problems), len(names))
+
+    def test_links(self):
+        info = zipfile.ZipInfo("link.py")
+        info.external_attr = 0o120777 << 16
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(info, "/etc/passwd")
+        self.assertEqual(read_zip(buffer.getvalue()).problems, [("link.py", "a link")])
+        self.put("in/s1/real.py", "x")
+        os.symlink("/etc/passwd", self.root / "in/s1/rings.py")
+        self.assertEqual(self.handed()["s1"], {"real.py": b"x"})
+        self.assertIn("rings.py: a link", self.of.only("s1")[0].handed.problems[0])
+
+    def test_bombs(self):
+        tree = read_zip(zipped({"bomb.py": bytes(handin.FILE_BYTES + 1), "ok.py": "1"}))
+        self.assertEqual((list(tree.files), tree.problems[0][0]), (["ok.py"], "bomb.py"))
+        many = read_zip(zipped({f"{n}.py": "" for n in range(handin.MEMBERS + 1)}))
+        self.assertFalse(many.files)
+        self.assertIn("more than", many.problems[0][1])
+
+    def test_a_broken_zip_is_its_students_problem(self):
+        self.put("in/s1.zip", b"PK\3\4 no zip")
+        self.put("in/s2/rings.py", "x")
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"]), ({}, {"rings.py": b"x"}))
+        self.assertIn("a zip that cannot be read", self.of.only("s1")[0].handed.problems[0])
+
+    def test_a_folder_is_read_without_what_is_no_code(self):
+        self.put("in/s1/.git/x.py", "")
+        self.put("in/s1/__pycache__/y.py", "")
+        self.put("in/s1/notes.txt", "")
+        self.put("in/s1/rings.py", "")
+        self.assertEqual(list(read_tree(self.root / "in").files), ["s1/rings.py"])
+
+
+class TestFindModule(unittest.TestCase):
+    LESSON = SimpleNamespace(id="01-wheels")
+
+    def find(self, *paths: str) -> str | None:
+        files = {path: str(at).encode() for at, path in enumerate(paths)}
+        return find_module(Handed("s", [], "folder", files), self.LESSON, "rings")
+
+    def test_the_nearest_to_the_lesson(self):
+        self.assertIsNone(self.find("a.py", "tests/rings.py", "phases/1/02-carts/code/rings.py"))
+        self.assertEqual(self.find("rings.py", "code/rings.py"), "code/rings.py")
+        self.assertEqual(self.find("code/rings.py", "x/01-wheels/code/rings.py"), "x/01-wheels/code/rings.py")
+        self.assertEqual(self.find("a/b/rings.py", "a/rings.py"), "a/rings.py")
+
+    def test_two_that_differ(self):
+        with self.assertRaisesRegex(UserError, r"more than once: a/rings.py, b/rings.py"):
+            self.find("a/rings.py", "b/rings.py")
+
+
+if __name__ == "__main__":
+    unittest.main()
