@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import demo  # 76: flags, tables, verdict
+import operate_demo  # 81: the run with nobody watching
 import torch
 import wire  # 76: tensors as bytes
 from checkpoint import load_sharded  # 80: all shards of a checkpoint, verified
@@ -22,6 +23,7 @@ from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
 from memory import check_whole, model_state_bytes  # 78: what the formula says
 from ranks import RankError, run_ranks, under_torchrun  # 76: N processes and their results
+from spike_guard import SpikeError  # 81: what a loss that is far too high raises
 from train import Job, NonFiniteError, held_masters, train  # 81: the loop
 
 __all__ = [
@@ -206,10 +208,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
     parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
     parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
+    operate_demo.add_flags(parser)
     args = demo.parse(parser, lesson=81)
+    args.operate |= bool(args.inject)
     args.steps = args.steps or (TEXT_STEPS if args.text else STEPS)
     if not args.resume and args.steps <= CHECKPOINT_STEP:
         parser.error(f"--steps must be more than {CHECKPOINT_STEP}, the step of the checkpoint, got {args.steps}")
+    if args.operate and args.resume not in (None, operate_demo.AUTO):
+        parser.error(f"an operated run finds its checkpoints itself: --resume {operate_demo.AUTO}")
     if args.ladder and under_torchrun():
         parser.error("--ladder starts its own ranks: run it without torchrun")
     if args.inject_nan and args.inject_nan > args.steps:
@@ -273,12 +279,14 @@ def main() -> int:
 
         return ladder.main(["--quick"])
     try:
-        return demonstrate(args)
-    except (ValueError, NonFiniteError) as error:  # a text or a checkpoint that is none; under torchrun, the ranks' own
+        return operate_demo.demonstrate(args, make_job(args)) if args.operate else demonstrate(args)
+    except (ValueError, NonFiniteError, SpikeError) as error:  # a text that is none; under torchrun, the ranks' own
         print(f"stopped: {error}", file=sys.stderr)
     except RankError as error:
         kind, _, message = error.reason.partition(": ")
-        known = kind.endswith((NonFiniteError.__name__, CheckpointError.__name__))  # the message says it all
+        known = kind.endswith(
+            (NonFiniteError.__name__, SpikeError.__name__, CheckpointError.__name__)
+        )  # they say it all
         print(f"stopped: {message if known else error}", file=sys.stderr)
     return 1
 

@@ -1,0 +1,124 @@
+"""`--operate` and `--inject`: the demonstration's run again, with nobody watching; and what is claimed of it."""
+
+import argparse
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import demo  # 76
+from inject import parse_drill
+from job import Job
+from metrics import read_metrics
+from operate import Operations, check, operate
+from ranks import run_ranks  # 76
+from train import train
+
+AUTO = Path("auto")  # --resume auto: from the newest checkpoint, if there is one
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what is said of an operated run on the command line."""
+    parser.add_argument("--operate", action="store_true", help="save itself, go back after a fault, stop when asked")
+    parser.add_argument(
+        "--every", type=demo.positive, default=5, metavar="K", help="so operated: a checkpoint every K steps (5)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, metavar="T", help="and when the last is T minutes old (10)"
+    )
+    parser.add_argument(
+        "--inject",
+        type=_drill,
+        action="append",
+        default=[],
+        metavar="DRILL",
+        help="so operated, a fault: spike@12, nan@12, kill@12:1, sigterm@12",
+    )
+
+
+def _drill(text: str):
+    try:
+        return parse_drill(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def demonstrate(args: argparse.Namespace, job: Job) -> int:
+    """Run the job under operations, show what happened, check what is claimed; return the exit code."""
+    folder = demo.out_dir(args) / "operated"
+    operations = Operations(
+        checkpoint_every_steps=args.every,
+        checkpoint_every_minutes=args.minutes,
+        metrics=folder / "metrics.jsonl",
+        tensorboard=folder / "tensorboard",
+        progress=True,
+        digests=True,
+        inject=tuple(args.inject),
+    )
+    job = replace(job, save_at=(), resume=None, folder=folder / "checkpoints")
+    check(job, operations, args.world_size)
+    if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
+        shutil.rmtree(folder, ignore_errors=True)  # what an earlier demonstration has left
+    logs = run_ranks(operate, args.world_size, job, operations, backend=args.backend)
+    show(logs[0], job)
+    if logs[0]["start"] == job.steps:
+        demo.say(f"the run had done its {job.steps} steps before: nothing is left to do")
+        return 0
+    claims = demo.Claims()
+    check_ranks(claims, logs)
+    check_rollbacks(claims, logs)
+    check_metrics(claims, logs[0], operations)
+    if logs[0]["stopped"]:
+        demo.say(f"asked to stop: saved after step {logs[0]['position']}; --operate --resume auto goes on")
+    else:
+        check_same_run(claims, logs, job, args)
+    return claims.verdict(f"a run of {logs[0]['position']} steps on {args.world_size} ranks, operated")
+
+
+def show(log: dict, job: Job) -> None:
+    """Print some twenty steps, and what went wrong."""
+    names = ["step", "loss", "norm", "learning_rate", "tokens_per_second", "bytes"]
+    chosen = [row for row in log["rows"] if row["step"] % max(1, job.steps // 20) == 0]
+    demo.table(names, [[round(row[name]) if "second" in name else row[name] for name in names] for row in chosen])
+    if log["rollbacks"]:
+        rows = [[each["step"], each["position"], each["why"]] for each in log["rollbacks"]]
+        demo.table(["at step", "back to", "why"], rows)
+
+
+def check_ranks(claims: demo.Claims, logs: list[dict]) -> None:
+    """All ranks have done the same."""
+    same = all(_done(log) == _done(logs[0]) for log in logs)
+    claims.check("all ranks took, gave up and saved the same steps, with the same parameters after each", same)
+
+
+def check_rollbacks(claims: demo.Claims, logs: list[dict]) -> None:
+    """After a rollback everything is as it was."""
+    for log in logs[:1]:
+        at = {log["start"]: log["digest"]} | {row["step"]: row["digest"] for row in log["rows"]}
+        for each in log["rollbacks"]:
+            claim = f"step {each['step']}: after the rollback the parameters are those of step {each['position']}"
+            claims.check(claim, each["digest"] == at[each["position"]], each["digest"])
+
+
+def check_metrics(claims: demo.Claims, log: dict, operations: Operations) -> None:
+    """The file has each step once (it is rank 0's)."""
+    if demo.is_main():
+        steps, taken = ([row["step"] for row in rows] for rows in (read_metrics(operations.metrics), log["rows"]))
+        holds = steps == sorted(set(steps)) and [step for step in steps if step > log["start"]] == taken
+        claims.check("metrics.jsonl has a line for each step, and none twice", holds, f"{len(steps)} lines")
+
+
+def check_same_run(claims: demo.Claims, logs: list[dict], job: Job, args: argparse.Namespace) -> None:
+    """What happened left no trace: the run is the one to which nothing happens."""
+    if len(logs[0]["rows"]) < job.steps - logs[0]["start"]:
+        demo.say("steps were left out, so this is another run than one without faults")
+        return
+    whole = run_ranks(train, args.world_size, replace(job, folder=None), backend=args.backend)
+    names = ("step", "loss", "norm", "digest")
+    ours, theirs = ([[row[name] for name in names] for row in log["rows"]] for log in (logs[0], whole[0]))
+    claim = "losses, gradient norms and parameters are those of an uninterrupted run, bit for bit"
+    claims.check(claim, ours == theirs[logs[0]["start"] :], f"steps {logs[0]['start'] + 1}-{job.steps}")
+
+
+def _done(log: dict) -> list:
+    return [log["stopped"], log["rollbacks"], [[row["step"], row["loss"], row["digest"]] for row in log["rows"]]]

@@ -1,0 +1,161 @@
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from real_processes import MAIN, TORCHRUN, finish, process_of_rank, run, start
+
+TWO = ["--world-size", 2]
+TORCHRUN_TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+KEPT = ("step", "loss", "norm", "digest")
+
+
+class TestOperatedCommand(unittest.TestCase):
+    """`python code/main.py --inject ...` and torchrun, as a user would call them. Each run happens once.
+
+    All runs are of one job, so all that finish must have the numbers of the one to which nothing happens.
+    """
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = Path(folder.name)
+        main = [sys.executable, MAIN, *TWO]
+        restarts = [*TORCHRUN_TWO, "--max-restarts=1", MAIN]
+        first = {  # each in a folder of its own
+            "whole": [*main, "--operate"],
+            "spike": [*main, "--inject", "spike@12"],
+            "kill": [*main, "--inject", "kill@12:1"],
+            "kill under torchrun": [*restarts, "--inject", "kill@12:1"],
+            "sigterm": [*TORCHRUN_TWO, MAIN, "--inject", "sigterm@12:1"],
+            "both": [*main, "--inject", "nan@7:0", "--inject", "sigterm@9:0"],
+            "bad drill": [*main, "--inject", "fire@3"],
+            "too late": [*main, "--inject", "nan@21"],
+            "bad resume": [*main, "--operate", "--resume", "some/folder"],
+            "bad minutes": [*main, "--operate", "--minutes", "0"],
+        }
+        second = {
+            "kill": [*main, "--operate", "--resume", "auto"],
+            "sigterm": [*TORCHRUN_TWO, MAIN, "--operate", "--resume", "auto"],
+            "both": [*main, "--operate", "--resume", "auto"],
+            "spike": [*main, "--operate", "--resume", "auto"],
+        }
+        with ThreadPoolExecutor(2) as pool:
+            cls.first = cls.run_all(pool, first)
+            cls.rows = {name: cls.rows_of(name) for name in first}
+            cls.second = cls.run_all(pool, second)
+
+    @classmethod
+    def run_all(cls, pool: ThreadPoolExecutor, runs: dict) -> dict[str, tuple[int, str]]:
+        for name in runs:
+            (cls.folder / name).mkdir(exist_ok=True)
+        started = {name: pool.submit(run, words, cls.folder / name) for name, words in runs.items()}
+        return {name: future.result() for name, future in started.items()}
+
+    @classmethod
+    def rows_of(cls, name: str) -> list:
+        path = cls.folder / name / "outputs" / "81" / "operated" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [[json.loads(line)[name] for name in KEPT] for line in lines]
+
+    def good(self, done: tuple[int, str]) -> str:
+        code, out = done
+        self.assertEqual(code, 0, out)
+        self.assertNotIn("FAIL", out)
+        self.assertEqual(
+            len(re.findall(r"(?m)^a run of \d+ steps on 2 ranks, operated -- (\d) of \1 claims hold$", out)), 1
+        )
+        return out
+
+    def assert_whole(self, name: str) -> None:
+        """In the end, the metrics are those of the run to which nothing happened."""
+        self.assertEqual([row[0] for row in self.rows["whole"]], list(range(1, 21)))
+        self.assertEqual(self.rows_of(name), self.rows["whole"])
+
+    def test_nothing_happens(self):
+        out = self.good(self.first["whole"])
+        self.assertIn("those of an uninterrupted run, bit for bit: steps 1-20", out)
+        names = {path.name for path in (self.folder / "whole/outputs/81/operated").iterdir()}
+        self.assertEqual(names, {"checkpoints", "metrics.jsonl", "tensorboard"})
+        kept = {path.name for path in (self.folder / "whole/outputs/81/operated/checkpoints").iterdir()}
+        self.assertEqual(kept, {"step_10", "step_15", "step_20"})
+
+    def test_a_spike(self):
+        out = self.good(self.first["spike"])
+        self.assertRegex(out, r"(?m)^ +13 +10  step 13: a loss of \d+\.\d+ is more than 2 times \d\.\d{4}$")
+        self.assertRegex(
+            out, r"(?m)^ok    step 13: after the rollback the parameters are those of step 10: [0-9a-f]{16}$"
+        )
+        self.assertIn("all ranks go back to step 10", out)
+        self.assert_whole("spike")
+        code, out = self.second["spike"]
+        self.assertEqual(code, 0, out)
+        self.assertIn("the run had done its 20 steps before: nothing is left to do", out)
+
+    def test_a_killed_rank_and_a_resume_by_hand(self):
+        code, out = self.first["kill"]
+        self.assertEqual(code, 1, out)
+        self.assertRegex(out, r"(?m)^stopped: rank 1 was killed by SIGKILL")
+        self.assertEqual(self.rows["kill"], self.rows["whole"][:11])
+        self.assertRegex(self.good(self.second["kill"]), "those of an uninterrupted run, bit for bit: steps (6|11)-20")
+        self.assert_whole("kill")
+
+    def test_a_killed_rank_is_restarted_by_torchrun(self):
+        out = self.good(self.first["kill under torchrun"])
+        self.assertIn("exitcode: -9", out.replace("(exitcode", "exitcode"))
+        self.assertRegex(out, "those of an uninterrupted run, bit for bit: steps (6|11)-20")
+        self.assert_whole("kill under torchrun")
+
+    def test_sigterm_to_one_rank(self):
+        out = self.good(self.first["sigterm"])
+        self.assertIn("asked to stop: saved after step 12", out)
+        self.assertEqual(self.rows["sigterm"], self.rows["whole"][:12])
+        self.assertIn("bit for bit: steps 13-20", self.good(self.second["sigterm"]))
+        self.assert_whole("sigterm")
+
+    def test_one_thing_after_another(self):
+        out = self.good(self.first["both"])
+        self.assertIn("step 7: after the rollback the parameters are those of step 5", out)
+        self.assertIn("asked to stop: saved after step 9", out)
+        self.assertIn("bit for bit: steps 10-20", self.good(self.second["both"]))
+        self.assert_whole("both")
+
+    def test_what_is_refused(self):
+        for name, code, message in [
+            ("bad drill", 2, "expected spike, nan, kill or sigterm, @STEP, and a :RANK if one, got 'fire@3'"),
+            ("too late", 1, "stopped: nan@21: there are only 20 steps"),
+            ("bad resume", 2, "an operated run finds its checkpoints itself: --resume auto"),
+            ("bad minutes", 1, "stopped: checkpoint_every_minutes must be a positive number of seconds, got 0.0"),
+        ]:
+            self.assertEqual(self.first[name][0], code, self.first[name][1])
+            self.assertIn(message, self.first[name][1])
+            self.assertNotIn("Traceback", self.first[name][1])
+
+    @unittest.skipUnless(sys.platform == "linux", "finds the process of a rank in /proc")
+    def test_sigterm_from_outside_to_one_rank(self):
+        folder = self.folder / "outside"
+        folder.mkdir()
+        process = start([*TORCHRUN_TWO, MAIN, "--operate", "--steps", 100_000], folder)
+        try:
+            line = ""
+            while not line.startswith("step 1/"):
+                line = process.stdout.readline()
+                self.assertNotEqual(line, "", "it ended before its first step")
+            os.kill(process_of_rank(1, folder), signal.SIGTERM)
+        finally:
+            done = finish(process, folder)
+        saved = int(re.search(r"asked to stop: saved after step (\d+)", self.good(done))[1])
+        self.assertLess(saved, 100_000)
+        self.assertEqual([row[0] for row in self.rows_of("outside")], list(range(1, saved + 1)))
+        again = [sys.executable, MAIN, *TWO, "--operate", "--resume", "auto", "--steps", saved + 3]
+        self.assertIn(f"bit for bit: steps {saved + 1}-{saved + 3}", self.good(run(again, folder)))
+
+
+if __name__ == "__main__":
+    unittest.main()
