@@ -1,9 +1,11 @@
-"""The commands for grading: grade, similar, autograder."""
+"""The commands for grading: grade, similar, autograder, autograde."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from grading.actions import grade_class
+from grading.autograder import autograde, write_autograder
+from grading.similar import show_similar
 
 
 def register(add: Callable) -> None:
@@ -30,3 +32,16 @@ def register(add: Callable) -> None:
     grade.add_argument("--submission-seconds", metavar="S", type=float, help="one student's exercises (default: 900)")
     grade.add_argument("--memory", metavar="MIB", type=int, help="of all processes of a run (default: 6144)")
     grade.add_argument("--no-isolation", action="store_true", help="plain processes: for practice on your own code")
+    similar = add("similar", show_similar, "which submissions are nearly the same, beyond the code that all were given")
+    similar.add_argument("submissions", metavar="SUBMISSIONS", type=Path, help="as for grade")
+    similar.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
+    similar.add_argument("--roster", metavar="CSV", type=Path, help="the class: id, name, or a platform's export")
+    similar.add_argument("--least", metavar="P", type=float, default=50.0, help="percent of one's own (default: 50)")
+    similar.add_argument("--json", action="store_true", help="print the pairs as JSON")
+    autograder = add("autograder", write_autograder, "write an autograder for Gradescope: a zip to upload as it is")
+    autograder.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
+    autograder.add_argument("file", metavar="FILE.zip", type=Path, help="the zip")
+    autograder.add_argument("--force", action="store_true", help="overwrite it")
+    autograder.add_argument("--json", action="store_true", help="print what was written as JSON")
+    inside = add("autograde", autograde, "what the autograder runs on Gradescope: grades /autograder/submission")
+    inside.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
