@@ -5,10 +5,10 @@ import re
 from typing import Any
 
 from check_exercises import test_names
-from faults import Fault, UserError, read_text
+from faults import Fault, read_text
 from jsonpos import Located
 from lessons import Lesson
-from mutants.model import FILE, Mutant, code_file, mutate
+from mutants.model import FILE, Misfit, Mutant, code_file, mutate
 
 TEXTS = ("id", "exercise", "function", "old", "new", "what", "symptom", "caught_by", "source")
 OPTIONAL = {"raises": str, "hangs": bool}
@@ -57,8 +57,8 @@ def _name_faults(lesson: Lesson, mutant: Mutant, exercises: dict[str, list[str]]
         return
     try:
         mutate(source, mutant)
-    except UserError as error:
-        yield "function" if "no function" in str(error) else "old", str(error)
+    except Misfit as error:
+        yield error.key, str(error)
 
 
 def _exercise_tests(lesson: Lesson) -> dict[str, list[str]]:
@@ -71,10 +71,11 @@ def _exercise_tests(lesson: Lesson) -> dict[str, list[str]]:
 
 
 def check_mutants(lesson: Lesson) -> list[Fault]:
-    """mutants.json, where there is one."""
+    """mutants.json, which a lesson with exercises has."""
     path, text = lesson.rel(FILE), read_text(lesson.folder / FILE)
     if text is None:
-        return []
+        exercises = (lesson.folder / "exercises.json").exists()
+        return [Fault(path, 1, "missing: wrong answers that the exercises' tests reject")] if exercises else []
     try:
         located = Located(text)
     except json.JSONDecodeError as error:

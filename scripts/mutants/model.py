@@ -35,17 +35,28 @@ class Mutant:
         return self.function.partition(".")[0]
 
 
+class Misfit(UserError):
+    """A mutant that cannot be put in: `key` says which part of it is at fault."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 def mutate(source: str, mutant: Mutant) -> str:
-    """The module's text with the fault in it. Raises UserError, saying what does not fit, unless it can be put in."""
-    span = find(source, mutant.function.partition(".")[2])
+    """The module's text with the fault in it. Raises Misfit unless it can be put in."""
+    try:
+        span = find(source, mutant.function.partition(".")[2])
+    except UserError as error:
+        raise Misfit("function", str(error)) from error
     function = source[span.start : span.end]
     if (count := function.count(mutant.old)) != 1:
-        raise UserError(f"old must occur exactly once in {mutant.function}, it occurs {count} times")
+        raise Misfit("old", f"old must occur exactly once in {mutant.function}, it occurs {count} times")
     changed = source[: span.start] + function.replace(mutant.old, mutant.new) + source[span.end :]
     try:
         ast.parse(changed)
     except SyntaxError as error:
-        raise UserError(f"with new in its place the module is no Python: {error}") from error
+        raise Misfit("new", f"with new in its place the module is no Python: {error}") from error
     return changed
 
 

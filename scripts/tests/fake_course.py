@@ -209,6 +209,25 @@ EXERCISES = [
 ]
 
 
+def mutant(name: str, **other: object) -> dict:
+    """A wrong answer to the exercise `turn`, which its test notices."""
+    return {
+        "id": name,
+        "exercise": "turn",
+        "function": "rings.turn",
+        "old": "-steps if reverse else steps",
+        "new": "steps",
+        "what": "A ring turns one way.",
+        "symptom": "It never turns back.",
+        "caught_by": "test_wheel.TestWheel.test_name",
+        "source": "course",
+        **other,
+    }
+
+
+MUTANTS = [mutant(f"one-way-{number}") for number in range(8)]
+
+
 def question(number: int, stage: str, correct: int) -> dict:
     """A sound question; its options are equally long."""
     return {
@@ -254,6 +273,7 @@ class FakeCourse(unittest.TestCase):
         self.put_json(f"{self.WHEELS}/quiz.json", quiz("01-wheels", "The Wheel"))
         self.put_json(f"{self.CARTS}/quiz.json", quiz("02-carts", "The Cart", first=2))
         self.put_json(f"{self.WHEELS}/exercises.json", EXERCISES)
+        self.put_json(f"{self.WHEELS}/mutants.json", MUTANTS)
         catalog.write(Course(self.root))
 
     def _lesson(self, path, test, number, module, name, needs, minutes, quote, call) -> None:
