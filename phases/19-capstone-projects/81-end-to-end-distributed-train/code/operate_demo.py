@@ -79,7 +79,8 @@ def show(log: dict, job: Job) -> None:
     """Print some twenty steps, and what went wrong."""
     names = ["step", "loss", "norm", "learning_rate", "tokens_per_second", "bytes"]
     chosen = [row for row in log["rows"] if row["step"] % max(1, job.steps // 20) == 0]
-    demo.table(names, [[round(row[name]) if "second" in name else row[name] for name in names] for row in chosen])
+    heads = ["tokens/s" if name == "tokens_per_second" else name for name in names]
+    demo.table(heads, [[round(row[name]) if "second" in name else row[name] for name in names] for row in chosen])
     if log["rollbacks"]:
         rows = [[each["step"], each["position"], each["why"]] for each in log["rollbacks"]]
         demo.table(["at step", "back to", "why"], rows)
