@@ -50,8 +50,8 @@ def take_quiz(course: Course, args: Namespace) -> int:
 
 def _sheet(args: Namespace, bank: Bank) -> Sheet:
     quiz = bank.quiz(args.lesson)
-    if args.student is not None and not (args.student.strip() and args.student.isprintable()):
-        raise UserError(f"--student {args.student!r}; an id that can be printed is expected")
+    _check_text("--student", args.student)
+    _check_text("--seed", args.seed)
     if args.begun is None:
         return Sheet(quiz, "0" if args.seed is None else args.seed, args.student)
     sheet = read_sheet(args.begun, bank)
@@ -64,6 +64,11 @@ def _sheet(args: Namespace, bank: Bank) -> Sheet:
             raise UserError(f"{args.begun}: its {name} is {found!r}, not {given!r}")
     sheet.student = sheet.student or args.student
     return sheet
+
+
+def _check_text(option: str, text: str | None) -> None:
+    if text is not None and not (text.strip() and text.isprintable()):
+        raise UserError(f"{option} {text!r}; a text that can be printed is expected")
 
 
 def _score(sheet: Sheet, stage: str | None) -> str:
@@ -93,6 +98,7 @@ def _result(sheet: Sheet, stage: str | None, finished: bool) -> dict[str, Any]:
 def write_quiz_forms(course: Course, args: Namespace) -> int:
     """Write the forms."""
     quiz = Bank(course).quiz(args.lesson)
+    _check_text("--seed", args.seed)
     roster = read_roster(args.roster)
     write_forms(quiz, roster, args.seed, args.out)
     value = {"lesson": quiz.lesson, "quiz": quiz.sha256, "seed": args.seed, "students": len(roster.students)}

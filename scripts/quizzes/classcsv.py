@@ -36,10 +36,9 @@ def read_class(path: Path, bank: Bank, lesson: str | None) -> list[Sheet]:
         cells = {name: row.value(columns.index(name)) for name in OWN_HEADINGS if name in columns}
         _check_row(table, row, cells, quiz, bank)
         sheet = Sheet(quiz, cells.get("seed") or None, row.value(student), cells.get("name"), path=path, line=row.line)
-        if not sheet.student or not sheet.student.isprintable():
-            raise table.fault(
-                row.line, f"the student is {shown(sheet.student)}; a name that can be printed is expected"
-            )
+        for what, text in (("student", sheet.student), ("name", sheet.name or "-")):
+            if not text or not text.isprintable():
+                raise table.fault(row.line, f"the {what} is {shown(text)}; a text that can be printed is expected")
         for position, name in questions.items():
             try:
                 sheet.answers[name] = quiz.by_id[name].position(row.value(position), sheet.seed)

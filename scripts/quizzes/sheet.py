@@ -24,7 +24,7 @@ NAMED = Rule("null, or a text that can be printed", _is_named)
 RULES = {
     "lesson": FILLED,
     "quiz": FILLED,
-    "seed": Rule("a text, or null for the quiz's own order", lambda value: value is None or isinstance(value, str)),
+    "seed": NAMED,  # null: the quiz's own order
     "student": NAMED,
     "name": NAMED,
     "time": MOMENT,

@@ -126,6 +126,8 @@ class TestQuiz(QuizCase):
     def test_bad_arguments(self):
         self.refused("no lesson '99'", "quiz", "99")
         self.refused("--student ' '", "quiz", "1", "--student", " ")
+        self.refused("--seed '\\udcff'", "quiz", "1", "--seed", "\udcff")  # a byte that is no UTF-8
+        self.refused("--seed ''", "quiz-forms", "1", "--seed", "", "--roster", "r", "--out", "o")
         self.refused("No such file", "quiz", "1", "--from", self.work / "none.json")
 
     def test_lines_fit_and_code_is_not_split(self):
