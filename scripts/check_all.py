@@ -10,6 +10,7 @@ from check_quotes import check_quotes, check_texts
 from check_records import check_records
 from check_shape import check_folders, check_public_names, check_search_paths, check_shape, check_top_level
 from codeindex import CodeIndex
+from exercises.sections import check_section
 from faults import Fault
 from lessons import Course, Lesson
 from mutants.check import check_mutants
@@ -40,6 +41,7 @@ def check_lesson(course: Course, lesson: Lesson, index: CodeIndex) -> list[Fault
         *check_quotes(course, lesson, index),
         *check_quiz(lesson),
         *check_exercises(lesson, index),
+        *check_section(lesson),
         *check_mutants(lesson),
     ]
 

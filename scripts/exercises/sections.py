@@ -32,7 +32,7 @@ def check_section(lesson: Lesson) -> list[Fault]:
     items = list(_ITEM.finditer(text))
     before = text[: items[0].start()] if items else text
     total = f"{sum(exercise.points for exercise in exercises)} points"
-    for wanted in (f"course.py start {lesson.number}\n", f"course.py try learn/{lesson.id}\n", total):
+    for wanted in (f" start {lesson.number}\n", f" try learn/{lesson.id}\n", total):
         if wanted not in before:
             faults.append(Fault(path, heading.line, f"the section must say {wanted.strip()!r} before its list"))
     ends = [item.start() for item in items[1:]] + [len(text)]

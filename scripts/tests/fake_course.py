@@ -152,7 +152,7 @@ Ship it.
 
 ## Exercises
 
-1. Another one.
+{exercises}
 
 ## Key Terms
 
@@ -176,6 +176,17 @@ CART_QUOTE = """```python
 def move(self, distance, wheel: Wheel):
     \"\"\"Move on.\"\"\"
 ```"""
+
+EXERCISES_SECTION = """```bash
+course start 01
+course try learn/01-wheels
+```
+
+5 points in all.
+
+1. **Turn a ring** (build, 2 points, `rings.turn`): by any number of places.
+2. **Roll** (extend, 3 points, `rings.Wheel.roll` and
+   `rings.turn`)."""
 
 README = """# Rolling from scratch
 
@@ -265,9 +276,13 @@ class FakeCourse(unittest.TestCase):
         self.put("pyproject.toml", f"[tool.pyright]\nextraPaths = [{paths}]\n")
         self.put(".gitignore", "__pycache__/\noutputs/\n")
         self.put("scripts/helper.py", '"""Help."""\n')
-        call = "Wheel(3, size=2)"
-        self._lesson(self.WHEELS, "test_wheel.py", "01", "rings", "Wheel", "Python basics", 30, RING_QUOTE, call)
-        self._lesson(self.CARTS, "test_cart.py", "02", "carts", "Cart", "1; patience", 45, CART_QUOTE, "Cart(4)")
+        call, exercises = "Wheel(3, size=2)", EXERCISES_SECTION
+        self._lesson(
+            self.WHEELS, "test_wheel.py", "01", "rings", "Wheel", "Python basics", 30, RING_QUOTE, call, exercises
+        )
+        self._lesson(
+            self.CARTS, "test_cart.py", "02", "carts", "Cart", "1; patience", 45, CART_QUOTE, "Cart(4)", "1. Another."
+        )
         self.put(f"{self.WHEELS}/code/rings.py", RINGS)
         self.put(f"{self.CARTS}/code/carts.py", CARTS)
         self.put_json(f"{self.WHEELS}/quiz.json", quiz("01-wheels", "The Wheel"))
@@ -276,8 +291,9 @@ class FakeCourse(unittest.TestCase):
         self.put_json(f"{self.WHEELS}/mutants.json", MUTANTS)
         catalog.write(Course(self.root))
 
-    def _lesson(self, path, test, number, module, name, needs, minutes, quote, call) -> None:
+    def _lesson(self, path, test, number, module, name, needs, minutes, quote, call, exercises) -> None:
         values = dict(number=number, module=module, name=name, needs=needs, minutes=minutes, quote=quote, call=call)
+        values["exercises"] = exercises
         self.put(f"{path}/code/main.py", MAIN.format(idiom=IDIOM, **values))
         self.put(f"{path}/tests/{test}", TESTS.format(idiom=IDIOM, **values))
         self.put(f"{path}/docs/en.md", DOCS.format(**values))
