@@ -14,6 +14,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import inject
 import operate as operating
 import torch
+import train
 from corpus import synthetic
 from e2e_runs import DoubleJob, plain_loop, virtual
 from inject import Drill, Drills, parse_drill
@@ -223,6 +224,28 @@ class TestRollback(Runs):
                 self.job = replace(self.job, stage=stage, folder=self.folder / f"{stage}{drill}", microbatches=2)
                 logs = self.operate(inject=(parse_drill(drill),))
                 self.assert_rolled_back(logs, 14, 12, "", self.uninterrupted()[0]["rows"])
+
+    def test_a_norm_that_is_not_finite(self):
+        """Every gradient is finite, their sum is not: seen when gradients are mixed already, but no parameter is."""
+        backward = train.backward
+        for stage in (1, 2, 3):
+            left = [13, 13]  # steps of each rank until its gradient is huge
+
+            def huge(model, *args, left=left):
+                left[my_rank()] -= 1
+                weight = next(model.parameters())
+                hook = weight.register_hook(lambda gradient: gradient + 1e308) if left[my_rank()] == 0 else None
+                try:
+                    return backward(model, *args)
+                finally:
+                    if hook is not None:
+                        hook.remove()
+
+            self.job = DoubleJob(CORPUS, steps=20, model=SMALL, stage=stage, folder=self.folder / str(stage))
+            with mock.patch.object(train, "backward", huge):
+                logs = self.operate()
+            why = "^step 13: the mean gradient's norm is (inf|nan); no parameter was changed$"
+            self.assert_rolled_back(logs, 13, 8, why, self.uninterrupted()[0]["rows"])
 
     def test_before_the_first_checkpoint_it_is_the_beginning(self):
         logs = self.operate(inject=(Drill("nan", 1),))
