@@ -76,7 +76,10 @@ def servers():
 
 def run_tests(folder: Path, lesson: Lesson, names: list[str], deadline: float) -> dict[str, Finding]:
     """Run these tests of a copy in one process; one `Finding` a name. Call it inside `servers()`."""
-    server = _idle.pop() if _idle else process.RunServer()
+    try:
+        server = _idle.pop()
+    except IndexError:
+        server = process.RunServer()
     try:
         ended = server.run(folder, folder / lesson.path / "tests", names, deadline)
     finally:
