@@ -18,7 +18,7 @@ from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
 from faults import UserError
 from grading.evidence import Cut, collect
-from grading.judge import Judge, Verdict
+from grading.judge import FACTOR, Judge, Verdict
 from grading.submissions import Work, find_module
 from lessons import Lesson
 
@@ -37,7 +37,10 @@ class Result:
     evidence: dict[str, Any] = field(default_factory=dict)
     tests: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    own_seconds: float = 0.0  # what its tests take with the lesson's own code
     reused: bool = False
+    published: bool = False  # word for word the lesson's own solution, which everybody can read
     override: dict[str, Any] | None = None
 
 
@@ -56,10 +59,10 @@ class Blocked(Exception):
 def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
     """All exercises of one student, in order."""
     begin = time.monotonic()
-    results = []
+    results: list[Result] = []
     for exercise in exercises:
-        used = time.monotonic() - begin
-        if used > judge.limits.submission_seconds and work.handed is not None:
+        slow = FACTOR * sum(result.own_seconds for result in results)  # no answer fails because the machine is busy
+        if time.monotonic() - begin > judge.limits.submission_seconds + slow and work.handed is not None:
             reason = f"not run: the submission's {judge.limits.submission_seconds:g} s were used up before"
             results.append(Result(exercise.id, "blocked", 0, exercise.points, reason))
         else:
@@ -78,13 +81,16 @@ def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
         evidence = {key: value for key, value in place.items() if value is not None}
         return Result(exercise.id, "blocked", 0, exercise.points, str(blocked), evidence)
     verdict = judge.judge(exercise, {module: cut.grafted for module, cut in cuts.items()})
-    return _result(exercise, verdict, list(cuts.values()))
+    result = _result(exercise, verdict, list(cuts.values()))
+    result.published = all(cut.grafted == judge.layout.source(module) for module, cut in cuts.items())
+    return result
 
 
 def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
     points = {"correct": exercise.points, "incorrect": 0}.get(verdict.status)
     evidence = collect(verdict, cuts, exercise.functions).to_json() if verdict.status == "incorrect" else {}
-    more = {"tests": verdict.tests, "seconds": round(verdict.seconds, 3), "reused": verdict.reused}
+    more = {name: round(getattr(verdict, name), 3) for name in ("seconds", "cpu_seconds", "own_seconds")}
+    more |= {"tests": verdict.tests, "reused": verdict.reused}
     return Result(exercise.id, verdict.status, points, exercise.points, verdict.reason, evidence, **more)
 
 

@@ -29,7 +29,7 @@ from grading.sandbox import Ended
 from grading.zygote import PRELOADED, SupervisorLost, Zygote
 from lessons import Course, Lesson
 
-PATIENCE, FACTOR = 15.0, 5  # a test may take so many seconds, and so many times what all tests of the exercise took
+PATIENCE, FACTOR = 15.0, 5  # seconds for one test; and so many times what all tests take with the lesson's own code
 REASONS = {
     "deadline": "the exercise took too long",
     "test deadline": "a test took too long",
@@ -45,7 +45,8 @@ REASONS = {
 class Verdict:
     """correct, incorrect or error (this machine cannot judge it); with what was seen.
 
-    `failure` is the record of the test that failed (see runner.describe), `stacks` where a run hung.
+    `failure` is the record of the test that failed (see runner.describe), `stacks` where a run hung, `own_seconds` how
+    long the tests took with the lesson's own code.
     """
 
     status: str
@@ -57,6 +58,8 @@ class Verdict:
     stacks: str = ""
     output: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    own_seconds: float = 0.0
     peak_memory: int = 0
     peak_processes: int = 0
     reused: bool = False
@@ -103,11 +106,13 @@ class Judge:
         expected, ended = self._expected(exercise)
         if not expected.clean:
             return _unable(expected, ended)
-        seconds = min(self.limits.test_seconds, PATIENCE + FACTOR * ended.seconds)
-        outcome, ended = self._run(exercise, changed, seconds)
+        slow = FACTOR * ended.seconds  # on this machine, now: a right answer must not fail because others use it, too
+        test_seconds = min(PATIENCE + slow, max(self.limits.test_seconds, slow))
+        own = ended.seconds
+        outcome, ended = self._run(exercise, changed, test_seconds, max(self.limits.run_seconds, slow))
         if ended.reason == "setup":
             return Verdict("error", f"the run could not be started: {ended.detail}")
-        verdict = self._correct(outcome, ended)
+        verdict = replace(self._correct(outcome, ended), own_seconds=own)
         if ended.reason == "exited" and outcome.proves(expected) and not ended.detail:
             return verdict
         return replace(verdict, status="incorrect", **_why(outcome, expected, ended))
@@ -116,18 +121,20 @@ class Judge:
         """How the tests go on the lesson as it is; a second try if they fail, for a machine that was busy."""
 
         def attempt() -> tuple[Outcome, Ended]:
-            outcome, ended = self._run(exercise, {}, self.limits.run_seconds)
-            return (outcome, ended) if outcome.clean else self._run(exercise, {}, self.limits.run_seconds)
+            seconds = FACTOR * self.limits.run_seconds
+            outcome, ended = self._run(exercise, {}, seconds, seconds)
+            return (outcome, ended) if outcome.clean else self._run(exercise, {}, seconds, seconds)
 
         return self._once(f"as it is: {' '.join(exercise.tests)}", attempt)
 
-    def _run(self, exercise: Exercise, changed: dict[str, str], seconds: float) -> tuple[Outcome, Ended]:
+    def _run(self, exercise: Exercise, changed: dict[str, str], test: float, run: float) -> tuple[Outcome, Ended]:
         request = Request(
             source=str(self.layout.folder),
             tests=self.layout.tests,
             names=list(exercise.tests),
             changed={self.layout.path(module): text for module, text in changed.items()},
-            test_seconds=seconds,
+            test_seconds=test,
+            run_seconds=run,
             collective_seconds=self.limits.collective_seconds,
         )
         ended = self._perform(request)
@@ -177,6 +184,7 @@ class Judge:
             passed=len(outcome.passed),
             output=ended.output,
             seconds=ended.seconds,
+            cpu_seconds=ended.cpu_seconds,
             peak_memory=ended.peak_memory,
             peak_processes=ended.peak_processes,
         )

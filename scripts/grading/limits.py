@@ -18,7 +18,7 @@ class Limits:
     """Seconds are of the wall clock unless named otherwise; memory that is copied on write counts as the parent's."""
 
     collective_seconds: float = 20.0  # the longest wait in one communication between ranks that are processes
-    test_seconds: float = 120.0  # one test, at the most; less if it is quick with the lesson's own code (see judge.py)
+    test_seconds: float = 120.0  # one test; adjusted to what the lesson's own code takes (see judge.py)
     run_seconds: float = 300.0  # one exercise
     submission_seconds: float = 900.0  # all exercises of one student
     cpu_seconds: int = 300  # of processor time, each process

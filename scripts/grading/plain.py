@@ -43,7 +43,7 @@ class Plain:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             process = subprocess.Popen(command, cwd=scripts, env=own, start_new_session=os.name == "posix", **streams)
             try:
-                code = process.wait(self.limits.run_seconds)
+                code = process.wait(request.run_seconds)
             except subprocess.TimeoutExpired:
                 reason = "deadline"
             finally:

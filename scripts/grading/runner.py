@@ -33,6 +33,7 @@ class Request:
     names: list[str]
     changed: dict[str, str] = field(default_factory=dict)
     test_seconds: float = 60.0
+    run_seconds: float = 300.0
     collective_seconds: float = 20.0
 
 

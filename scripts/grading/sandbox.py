@@ -51,6 +51,7 @@ class Ended:
     stacks: str = ""
     nonce: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all processes that were waited for
     peak_processes: int = 0
     peak_memory: int = 0
     left: list[int] = field(default_factory=list)
@@ -95,7 +96,7 @@ class _Supervisor:
         self.open = set(self.pipes)
         self.base = processes.own_memory(os.getpid())
         self.peak_processes = self.peak_memory = 0
-        self.begin = time.monotonic()
+        self.begin, self.cpu = time.monotonic(), _cpu_of_children()
 
     def start(self, body: Body, folder: Path, isolation: Isolation) -> None:
         """Fork the holder."""
@@ -131,7 +132,7 @@ class _Supervisor:
         """Add what was seen of the run."""
         ended.output, ended.stacks = self.output.text(), self.stacks.text()
         ended.records, ended.nonce = self.records.lines, self.nonce
-        ended.seconds = time.monotonic() - self.begin
+        ended.seconds, ended.cpu_seconds = time.monotonic() - self.begin, _cpu_of_children() - self.cpu
         ended.peak_processes, ended.peak_memory = self.peak_processes, self.peak_memory
         return ended
 
@@ -256,6 +257,11 @@ class _Family:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def _cpu_of_children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -121,7 +121,7 @@ def answer(value: dict, connection: socket.socket) -> sandbox.Ended:
     """Perform one request in a fresh folder."""
     request, folder = runner.Request(**value["request"]), Path(value["folder"])
     limits, isolation = Limits(**value["limits"]), Isolation(**value["isolation"])
-    limits = dataclasses.replace(limits, test_seconds=request.test_seconds)
+    limits = dataclasses.replace(limits, test_seconds=request.test_seconds, run_seconds=request.run_seconds)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
