@@ -13,6 +13,7 @@ from grading.submissions import Class, Work
 from lessons import Lesson
 
 SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": "b", "error": "E"}
+PUBLISHED = "Everybody can read these. Short ones many find by themselves; of a long one, ask how it works."
 
 
 def folder_name(student_id: str) -> str:
@@ -63,12 +64,12 @@ def student_md(report: dict[str, Any]) -> str:
     for item in report["exercises"]:
         points = "open" if item["points"] is None else f"{item['points']:g}"
         note = f"set by hand: {item['override']['reason']}" if item["override"] else ""
-        note = note or ("as for the same code before" if item["reused"] else "")
+        note = (note or (item["reason"] if item["status"] == "not attempted" else "")).replace("|", "/")
         lines.append(
             f"| {item['exercise']} | {item['status']} | {points} / {item['of']:g} | {item['tests'] or ''} | {note} |"
         )
     for item in report["exercises"]:
-        if item["status"] != "correct" or item["override"]:
+        if item["override"] or item["status"] not in ("correct", "not attempted"):
             lines += ["", *exercise_md(item, report)]
     return "\n".join(lines) + "\n"
 
@@ -80,7 +81,7 @@ def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
         was = "open" if item["override"]["was"] is None else f"{item['override']['was']:g}"
         lines += [f"Points set by hand: {item['points']:g} instead of {was}. {item['override']['reason']}", ""]
     evidence = item["evidence"]
-    lines += [f"{item['reason'][:1].upper()}{item['reason'][1:]}.", ""] if item["reason"] else []
+    lines += [f"{_sentence(item['reason'])}.", ""] if item["reason"] else []
     names = {"test": "test", "expected": "expected", "observed": "observed", "rank": "rank", "waiting": "deadlock"}
     lines += [f"- {word}: {_code(evidence[key])}" for key, word in names.items() if evidence.get(key) not in (None, "")]
     if evidence.get("file"):
@@ -97,6 +98,11 @@ def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
     if item["status"] == "incorrect" and report.get("command"):
         lines += ["", "To see it again:", "", *_block("bash", f"{report['command']} --exercise {item['exercise']}")]
     return lines
+
+
+def _sentence(text: str) -> str:
+    """With a capital first, unless a file's name comes first."""
+    return text if re.match(r"\S+\.py\b", text) else text[:1].upper() + text[1:]
 
 
 def _code(text: object) -> str:
@@ -133,6 +139,15 @@ def class_csv(reports: list[dict[str, Any]], exercises: list[Exercise]) -> str:
     return csv_text(["student", "id", "points", "of", *(exercise.id for exercise in exercises)], rows)
 
 
+def _published(reports: list[dict]) -> list[str]:
+    """A line for each student of whom some answers are the course's own."""
+    found = []
+    for report in reports:
+        same = [item["exercise"] for item in report["exercises"] if item["published"]]
+        found += [f"- {report['student']['id']}: {', '.join(same)}"] if same else []
+    return found
+
+
 def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of: Class, isolation: Isolation) -> str:
     """The table of the class, what could not be matched, and what the signs mean."""
     lines = [f"# Lesson {lesson.id}: {len(reports)} students", ""]
@@ -151,6 +166,8 @@ def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of:
     nothing = [report["student"]["id"] for report in reports if report["submission"] is None]
     for what, who in (("Late", late), ("Nothing was handed in by", nothing)):
         lines += ["", f"{what}: {', '.join(who)}"] if who else []
+    if copies := _published(reports):
+        lines += ["", "## Word for word the published solution", "", PUBLISHED, "", *copies]
     if of.unmatched:
         lines += ["", "## Not matched", "", *(f"- `{label}`: {why}" for label, why in of.unmatched)]
     if of.stray:

@@ -73,6 +73,25 @@ class TestClass(Grading):
         for student in ("s1", "s2", "s4"):
             gradescope.check_results(json.loads(self.text(f"out/{student}/results.json")))
 
+    def test_who_handed_in_the_published_solution(self):
+        self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, "turned = ring[steps:] + ring[:steps]\n    return turned"))
+        self.grade()
+        self.assertEqual(self.statuses("s2"), ["correct", "correct"])
+        self.assertEqual([item["published"] for item in self.report("s2")["exercises"]], [False, True])
+        table = self.text("out/class.md")
+        self.assertIn("## Word for word the published solution", table)
+        self.assertIn("- s1: turn, roll\n- s2: roll\n", table)
+        for student in ("s3", "s4", "s5"):
+            self.assertFalse(any(item["published"] for item in self.report(student)["exercises"]))
+
+    def test_what_was_not_attempted_is_in_the_table_alone(self):
+        self.put("in/s3/code/rings.py", "")
+        (self.root / "in/s3/code/rings.py").rename(self.root / "in/s3/code/other.py")
+        self.grade("--only", "s3")
+        text = self.text("out/s3/report.md")
+        self.assertIn("| turn | not attempted | 0 / 3 |  | rings.py was not handed in |", text)
+        self.assertNotIn("## ", text)
+
     def test_evidence_is_in_the_learners_own_file(self):
         self.grade("--only", "s2", "--json")
         (item, _) = json.loads(self.out)["students"][0]["exercises"]
