@@ -13,6 +13,8 @@ from quizzes.stats import Item, is_right, items
 from roster import Roster, Student
 from shapes import moment
 
+FAULTS_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class Grade:
@@ -71,10 +73,20 @@ def _once(paths: list[Path]) -> list[Path]:
 
 
 def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -> list[Sheet]:
-    """All sheets of these files. `lesson` is what a class CSV is about, where it does not say."""
+    """All sheets of these files. `lesson` is what a class CSV is about, where it does not say.
+
+    UserError names the first fault of each file that has one, so that a class's sheets are put right in one go.
+    """
     sheets: list[Sheet] = []
+    faults: list[str] = []
     for path in paths:
-        sheets += read_class(path, bank, lesson) if path.suffix.lower() == ".csv" else [read_sheet(path, bank)]
+        try:
+            sheets += read_class(path, bank, lesson) if path.suffix.lower() == ".csv" else [read_sheet(path, bank)]
+        except UserError as error:
+            faults.append(str(error))
+    if faults:
+        more = len(faults) - FAULTS_SHOWN
+        raise UserError("\n".join(faults[:FAULTS_SHOWN] + ([f"and {more} more files with faults"] if more > 0 else [])))
     if lesson is not None:
         wanted = bank.quiz(lesson)
         for sheet in sheets:

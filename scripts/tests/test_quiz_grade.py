@@ -150,6 +150,17 @@ class TestGradeQuiz(QuizCase):
         self.file("in/s9.json", self.sheet("Alan"))
         self.refused("s9.json:1: ", "grade-quiz", self.work / "in", "--roster", roster)
 
+    def test_every_file_with_a_fault_is_named(self):
+        first, second = self.quiz.questions[0].id, self.quiz.questions[1].id
+        self.file("in/a.json", self.sheet("s1", **{first: "E"}))
+        self.file("in/b.json", self.sheet("s2", **{first: "A"}))
+        self.file("in/c.json", self.sheet("s3", **{first: "A", second: "Z"}))
+        _, err = self.course("grade-quiz", self.work / "in", code=2)
+        lines = err.splitlines()
+        self.assertEqual(len(lines), 2)
+        self.assertIn(f"a.json:6: 'E' is no option of {first!r}", lines[0])
+        self.assertIn(f"c.json:7: 'Z' is no option of {second!r}", lines[1])
+
     def test_files_that_are_none(self):
         empty = self.work / "empty"
         empty.mkdir()
