@@ -16,7 +16,7 @@ from grading.isolation import NONE
 from grading.judge import Judge
 from grading.limits import MIB, Limits
 from grading.overrides import read_overrides
-from grading.submissions import read_class
+from grading.submissions import Work, read_class
 from inputs import json_text
 from lessons import Course
 from roster import read_roster
@@ -33,21 +33,30 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
     of = read_class(args.submissions, read_roster(args.roster) if args.roster else None)
     works = of.only(args.only) if args.only else of.works
     overrides = read_overrides(args.overrides, of, exercises) if args.overrides else {}
-    signal.signal(signal.SIGTERM, _interrupt)
-    with Judge(course, lesson, limits_of(args), NONE if args.no_isolation else None) as judge:
-        for text in judge.isolation.missing:
-            print(f"course: {text}", file=sys.stderr)
-        run = ClassRun(judge, exercises, of, args.out, overrides, _command(args), args.resume)
-        try:
-            done = run.run(works, args.jobs, _teller(args.json, len(works)))
-        except KeyboardInterrupt:
-            print("course: interrupted; the same command with --resume goes on", file=sys.stderr)
-            return 130
-        run.write_class(done)
-        if args.json:
-            print(json_text(run.class_json(done)), end="")
-        else:
-            _tell_class(args, run, done)
+    if args.exercise and args.resume:
+        raise UserError("--exercise with --resume: part of a lesson is graded into a new folder")
+    limits, isolation = limits_of(args), NONE if args.no_isolation else None
+    before = signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: no run is left behind
+    try:
+        with Judge(course, lesson, limits, isolation) as judge:
+            run = ClassRun(judge, exercises, of, args.out, overrides, _command(args), args.resume)
+            return _grade(run, works, args)
+    except KeyboardInterrupt:
+        print("course: interrupted; the same command with --resume goes on", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _grade(run: ClassRun, works: list[Work], args: argparse.Namespace) -> int:
+    for text in run.judge.isolation.missing:
+        print(f"course: {text}", file=sys.stderr)
+    done = run.with_others(run.run(works, args.jobs, _teller(args.json, len(works))))
+    run.write_class(done)
+    if args.json:
+        print(json_text(run.class_json(done)), end="")
+    else:
+        _tell_class(args, run, done)
     return 1 if any(report["points"] is None for report in done) else 0
 
 

@@ -55,7 +55,18 @@ class ClassRun:
             except BaseException:
                 for future in started:
                     future.cancel()
+                self.judge.stop()  # or leaving the pool would wait for those who are being graded
                 raise
+
+    def with_others(self, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """These reports and, after `--only` with `--resume`, those of the others that still hold."""
+        known = {report["student"]["id"]: report for report in done}
+        folders = self._folders()
+        for work in self.of.works if self.resume else ():
+            if work.student.id not in known:
+                kept = self._kept(self.out / folders[work.student.id], work)
+                known |= {} if kept is None else {work.student.id: self._report(work, kept)}
+        return [known[work.student.id] for work in self.of.works if work.student.id in known]
 
     def write_class(self, done: list[dict[str, Any]]) -> None:
         """class.csv, class.md and class.json."""

@@ -65,6 +65,10 @@ class Verdict:
     reused: bool = False
 
 
+class Stopped(Exception):
+    """`Judge.stop` was called: there is no verdict."""
+
+
 class Judge:
     """Judges for one lesson. Threads may share it: each gets a process of its own that runs its tests."""
 
@@ -81,6 +85,7 @@ class Judge:
         self._known: dict[str, Future] = {}
         self._local = threading.local()
         self._runs: list[Zygote | Plain] = []
+        self._stopped = False
 
     def __enter__(self) -> "Judge":
         return self
@@ -89,6 +94,13 @@ class Judge:
         for process in self._runs:
             process.close()
         self._home.cleanup()
+
+    def stop(self) -> None:
+        """End all runs that are going on; the threads that wait for their verdicts get Stopped."""
+        self._stopped = True
+        with self._lock:
+            for process in self._runs:
+                process.interrupt()
 
     def judge(self, exercise: Exercise, changed: dict[str, str]) -> Verdict:
         """The verdict on the lesson with these modules' texts in place of its own.
@@ -143,10 +155,16 @@ class Judge:
         return read(ended.nonce, ended.records), ended
 
     def _perform(self, request: Request) -> Ended:
-        process = self._process()
         try:
-            return process.run(request)
+            if self._stopped:
+                raise Stopped
+            ended = self._process().run(request)
+            if ended.reason == "cancelled" or self._stopped:
+                raise Stopped
+            return ended
         except SupervisorLost as error:
+            if self._stopped:
+                raise Stopped from None
             return Ended("lost", detail=str(error))
 
     def _process(self) -> "Zygote | Plain":

@@ -26,6 +26,7 @@ class Plain:
         self.limits, self._path = limits, path
         self._home = tempfile.TemporaryDirectory(prefix="cg-", ignore_cleanup_errors=True)
         self.folder = Path(self._home.name).resolve() / "run"
+        self._process: subprocess.Popen | None = None
 
     def run(self, request: runner.Request) -> Ended:
         """Perform a request."""
@@ -42,6 +43,7 @@ class Plain:
         with open(home / "output", "wb") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             process = subprocess.Popen(command, cwd=scripts, env=own, start_new_session=os.name == "posix", **streams)
+            self._process = process
             try:
                 code = process.wait(request.run_seconds)
             except subprocess.TimeoutExpired:
@@ -58,6 +60,11 @@ class Plain:
             nonce=nonce,
             seconds=time.monotonic() - begin,
         )
+
+    def interrupt(self) -> None:
+        """From another thread: end a run that is going on."""
+        if self._process is not None:
+            self._process.kill()
 
     def close(self) -> None:
         """Delete the folder."""

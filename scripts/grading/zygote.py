@@ -72,15 +72,21 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the grader
             )
-        self._file = ours.makefile("rw", encoding="utf-8", newline="\n")
-        ours.close()  # the file keeps it open
+        self._socket, self._file = ours, ours.makefile("rw", encoding="utf-8", newline="\n")
+
+    def interrupt(self) -> None:
+        """From another thread: end a run that is going on; who waits for it gets SupervisorLost."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """End the process, and with it a run; the next request starts another."""
         if self._process is None:
             return
-        with contextlib.suppress(OSError):
-            self._file.close()  # it sees the end of the stream, also in a run, and ends that first
+        for end in (self._file, self._socket):
+            with contextlib.suppress(OSError):
+                end.close()  # it sees the end of the stream, also in a run, and ends that first
         try:
             self._process.wait(15)
         except subprocess.TimeoutExpired:

@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
@@ -175,6 +178,37 @@ class TestResume(Grading):
         self.put("out/s1/report.json", '{"key": 1')
         self.assertEqual(self.grade("--resume", "--only", "s1"), 0)
         self.assertEqual(self.report("s1")["points"], 8)
+
+    def test_one_student_again_leaves_the_others_in_the_tables(self):
+        self.assertEqual(self.grade(), 0)
+        self.put("in/s2/code/rings.py", RINGS)
+        self.assertEqual(self.grade("--resume", "--only", "s2"), 0)
+        rows = list(csv.DictReader(self.text("out/class.csv").splitlines()))
+        self.assertEqual([row["points"] for row in rows], ["8", "8", "0", "0", "0"])
+        self.assertEqual(self.grade("--resume", "--exercise", "turn"), 2)
+
+
+class TestInterruption(Grading):
+    @unittest.skipUnless(os.name == "posix", "signals")
+    def test_it_ends_at_once_and_can_go_on(self):
+        for number, name in ((signal.SIGINT, "first"), (signal.SIGTERM, "second")):
+            self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, f"while {number:d}:\n        pass"))
+            script = str(Path(__file__).resolve().parents[1] / "course.py")
+            words = [sys.executable, script, "--root", str(self.root), "grade", "1", str(self.root / "in")]
+            words += ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / name), "--jobs", "1"]
+            run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            line = run.stdout.readline()
+            self.assertIn("s1: 8 of 8", line)  # so that s2 is next, which would take until its deadline
+            run.send_signal(number)
+            out, err = run.communicate(timeout=60)
+            self.assertEqual(run.returncode, 130, err)
+            self.assertIn("interrupted; the same command with --resume goes on", err)
+            self.assertNotIn("s2:", out)
+            self.assertFalse((self.root / name / "s2" / "report.json").exists())
+        self.put("in/s2/code/rings.py", WRONG)
+        options = ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / "first"), "--resume"]
+        self.assertEqual(self.course("grade", "1", str(self.root / "in"), *options), 0)
+        self.assertIn("s1: 8 of 8 (as before)", self.out)
 
 
 class TestBadInput(Grading):
