@@ -156,4 +156,7 @@ All tests of the lesson, and its demonstration, run here without the course:
 python -m unittest discover -s {lesson.path.as_posix()}/tests
 python {lesson.path.as_posix()}/code/main.py
 ```
+
+To hand in your work: the files that you changed in `{lesson.path.as_posix()}/code`, under their own names, or a
+zip of this folder.
 """

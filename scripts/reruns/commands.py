@@ -19,13 +19,14 @@ from reruns.compare import first_missing
 from reruns.quoted import Quoted, quoted_commands
 
 DEADLINE = 600.0  # seconds for one command
+OTHER_TEXTS = ("README.md", "scripts/INSTRUCTORS.md")  # beside those of the lessons
 
 
 def register(add: Callable) -> None:
     """Add this command: `add(name, action, text)` returns a parser; `action(course, args)` an exit code."""
     text = "run the commands of a lesson's text, or of all, and compare their output with what the text quotes"
     command = add("check-outputs", check_outputs, text)
-    command.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: all, and the README)")
+    command.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: all, and the guides)")
     command.add_argument("--only", metavar="TEXT", help="only commands that contain this")
     command.add_argument("--list", action="store_true", help="only list the commands, and which cannot run here")
     command.add_argument("--bench", action="store_true", help="also those that measure this machine (minutes each)")
@@ -35,7 +36,7 @@ def register(add: Callable) -> None:
 
 def check_outputs(course: Course, args: argparse.Namespace) -> int:
     """One line a fault; 1 if there is one. Works on a copy of the course, so nothing is left behind."""
-    texts = [Path("README.md")] if args.lesson is None else []
+    texts = [Path(name) for name in OTHER_TEXTS] if args.lesson is None else []
     lessons = course.lessons if args.lesson is None else [course.find(args.lesson)]
     texts += [lesson.path / "docs" / "en.md" for lesson in lessons]
     report = {"ran": [], "skipped": [], "faults": []}

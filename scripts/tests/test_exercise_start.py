@@ -105,7 +105,9 @@ class TestStart(Learner):
         text = self.rings.read_text(encoding="utf-8")
         self.assertTrue(is_stub(text, "turn") and is_stub(text, "Wheel.roll"))
         self.assertIn('"""Turn a ring."""', text)
-        self.assertIn("course.py try", (folder / "START.md").read_text(encoding="utf-8"))
+        start = (folder / "START.md").read_text(encoding="utf-8")
+        self.assertIn("course.py try", start)
+        self.assertIn(f"the files that you changed in `{self.WHEELS}/code`", start)
 
     def test_the_quiz_has_no_keys_and_the_text_no_solutions(self):
         lesson = self.start() / self.WHEELS
