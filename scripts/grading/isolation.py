@@ -24,7 +24,8 @@ class Isolation:
     def missing(self) -> list[str]:
         """What is not kept apart, in words; empty if everything is."""
         if not self.fork:
-            return ["practice only: no isolation at all, this system is not Linux; see the container command"]
+            why = "by --no-isolation" if linux.LINUX else "this system is not Linux"
+            return [f"practice only: no isolation at all ({why}); scripts/INSTRUCTORS.md has a container command"]
         words = {
             "processes": "no PID namespace: descendants are found under /proc and killed; they can see other processes",
             "network": "no network namespace: the network can be reached",

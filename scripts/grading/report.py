@@ -13,6 +13,7 @@ from grading.submissions import Class, Work
 from lessons import Lesson
 
 SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": "b", "error": "E"}
+APART = "each run was kept apart: it saw no other process, no network, and could write into its own folder alone"
 PUBLISHED = "Everybody can read these. Short ones many find by themselves; of a long one, ask how it works."
 
 
@@ -151,7 +152,7 @@ def _published(reports: list[dict]) -> list[str]:
 def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of: Class, isolation: Isolation) -> str:
     """The table of the class, what could not be matched, and what the signs mean."""
     lines = [f"# Lesson {lesson.id}: {len(reports)} students", ""]
-    lines += [f"- {text}" for text in isolation.missing] + ([""] if isolation.missing else [])
+    lines += [*(f"- {text}" for text in isolation.missing or [APART]), ""]
     heads = ["student", "id", "points", *(exercise.id for exercise in exercises)]
     lines += [f"| {' | '.join(heads)} |", f"|---|---|---:|{':-:|' * len(exercises)}"]
     for report in reports:

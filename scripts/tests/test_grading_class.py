@@ -73,6 +73,8 @@ class TestClass(Grading):
         self.assertIn("| Bo Dyk | s2 | 5 / 8 | ✗ | ✓ |", table)
         self.assertIn("- `x9`: nobody in roster.csv goes by x9", table)
         self.assertIn("Nothing was handed in by: s5", table)
+        missing = json.loads(self.text("out/class.json"))["isolation"]["missing"]
+        self.assertEqual("- each run was kept apart" in table, not missing)
         for student in ("s1", "s2", "s4"):
             gradescope.check_results(json.loads(self.text(f"out/{student}/results.json")))
 
