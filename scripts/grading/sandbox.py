@@ -240,6 +240,7 @@ class _Family:
                 stream = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
                 setattr(sys, name, stream)
                 setattr(sys, f"__{name}__", stream)
+            sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
             for name in ("home", "tmp"):
                 (self.folder / name).mkdir(exist_ok=True)
             os.chdir(self.folder)
