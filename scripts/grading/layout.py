@@ -1,9 +1,9 @@
 """A lesson laid out once, with its compiled modules: what each run gets a fresh copy of."""
 
 import compileall
-import hashlib
 import py_compile
 import shutil
+import threading
 from pathlib import Path
 
 from exercises.folder import Files, borrowed_files, digest, lesson_files, write_folder
@@ -18,6 +18,8 @@ class Layout:
         files = {**lesson_files(course, lesson), **borrowed_files(course, lesson)}
         self.files: Files = {path: data for path, data in files.items() if _runs(lesson, path)}
         self.version = digest(self.files)
+        self.repairs = 0
+        self._lock = threading.Lock()
         self._write()
 
     def _write(self) -> None:
@@ -44,20 +46,29 @@ class Layout:
         return self.files[self.path(module)].decode()
 
     def mend(self) -> list[str]:
-        """The files that are not what they were; all are put back. For where a run can write outside its folder."""
-        changed = []
-        for path, data in self.files.items():
-            try:
-                same = hashlib.sha256((self.folder / path).read_bytes()).digest() == hashlib.sha256(data).digest()
-            except OSError:
-                same = False
-            changed += [] if same else [path]
-        found = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
-        changed += sorted(path for path in found - self.files.keys() if "__pycache__" not in path)
-        if changed:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._write()
-        return changed
+        """The files that are not what they were; all are put back, and `repairs` counts up. Threads may share this.
+
+        Compiled modules need no care: each holds the hash of its source.
+        """
+        with self._lock:
+            found = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*.py")}
+            changed = [path for path, data in self.files.items() if not _holds(self.folder / path, data)]
+            added = sorted(found - self.files.keys())
+            for path in added:
+                shutil.rmtree(self.folder / path) if (self.folder / path).is_dir() else (self.folder / path).unlink()
+            for path in changed:
+                (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / f"{path}.new").write_bytes(self.files[path])
+                (self.folder / f"{path}.new").replace(self.folder / path)
+            self.repairs += bool(changed or added)
+            return changed + added
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def _runs(lesson: Lesson, path: str) -> bool:

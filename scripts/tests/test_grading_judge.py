@@ -5,11 +5,13 @@ import unittest
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from grading import records
 from grading.isolation import NONE, Isolation
+from grading.judge import Judge
 from grading_course import LIMITS, RIGHT, RINGS, GradedCourse
 
 LINUX = sys.platform == "linux"
@@ -139,13 +141,46 @@ class TestElsewhere(Verdicts):
 
     @unittest.skipUnless(LINUX, "the sandbox needs Linux")
     def test_files_outside_are_noticed_and_put_back(self):
-        outside = (
-            "import glob\n    " + "for f in glob.glob(__file__.split('/cg-')[0] + '/cg-*/lesson/*/*/*/code/*.py'):"
-        )
-        outside += "\n        open(f, 'w').close()\n    " + RIGHT
-        wrote, after = self.judge_all([outside, "return [*ring[steps:], *ring[:steps]]"], PLAIN)
-        self.assert_incorrect(wrote, "it changed files outside its folder")
-        self.assertEqual(after.status, "correct")
+        with Judge(self.graded, self.lesson, LIMITS, PLAIN) as judge:
+            file = judge.layout.folder / judge.layout.path("rings")  # this judge's alone: others may grade beside us
+            empty = f"open({str(file)!r}, 'w').close()\n    {RIGHT}"
+            verdicts = [
+                judge.judge(self.exercise("turn"), {"rings": RINGS.replace(RIGHT, text)})
+                for text in (empty, "return [*ring[steps:], *ring[:steps]]")
+            ]
+        self.assert_incorrect(verdicts[0], "it changed files outside its folder")
+        self.assertEqual(verdicts[1].status, "correct")
+
+
+class TestSomebodyElse(Verdicts):
+    """The laid out lesson is changed from outside, while it is graded: no student pays for that."""
+
+    def damaged(self, times: int):
+        with Judge(self.graded, self.lesson, LIMITS) as judge:
+            if not judge.isolation.mounts:
+                self.skipTest("no mount namespace is permitted here")
+            exercise, perform = self.exercise("turn"), judge._perform
+            self.assertEqual(judge.judge(exercise, {}).status, "correct")
+
+            def perform_on_damage(request):
+                nonlocal times
+                if times > 0:
+                    times -= 1
+                    (judge.layout.folder / judge.layout.path("main")).unlink()
+                    (judge.layout.folder / judge.layout.tests / "test_wheel.py").write_text("import nothing_there\n")
+                return perform(request)
+
+            with mock.patch.object(judge, "_perform", perform_on_damage):
+                text = RINGS.replace(RIGHT, "return [*ring[steps:], *ring[:steps]]")
+                return judge.judge(exercise, {"rings": text})
+
+    def test_it_is_put_back_and_run_again(self):
+        self.assertEqual(self.damaged(1).status, "correct")
+
+    def test_if_it_goes_on_nothing_is_decided(self):
+        verdict = self.damaged(9)
+        self.assertEqual(verdict.status, "error")
+        self.assertIn("files of the laid out lesson are changed from outside", verdict.reason)
 
 
 class TestRecords(unittest.TestCase):
