@@ -18,8 +18,8 @@ class Gradients:
     Stage 1: a rank's shard is a view of a unit's flat gradient. Backwards add to it; a step reduces once. With
     `overlap` a flat gradient has memory only from backward to the end of the step.
 
-    Stage 2 and above: only from when its gradients are complete until they are reduced, and at most two units have so
-    at a time. Every backward outside `no_sync` reduces all units and adds the means to the shards.
+    Stage 2 and above: only from when its gradients are complete until they are reduced, and one unit has so at a
+    time. Every backward outside `no_sync` reduces all units and adds the means to the shards.
 
     `begin()` is called before the first unit of a round leaves.
     """
@@ -94,7 +94,7 @@ class Gradients:
         """Put a unit's gradients into its flat memory, zeros where there are none, and start to reduce them."""
         unit, shard, present = self.units[number], self.shards[number], []
         if self.freed:
-            self._settle(keep=1)
+            self._settle()  # it has had the time of a block's backward
         if self.fleeting:
             allocate(unit.memory)
             unit.memory[unit.numel :].zero_()
@@ -130,7 +130,7 @@ class Gradients:
 
         return finish
 
-    def _settle(self, keep: int = 0) -> None:
-        """Wait for what was launched, but for the last `keep`."""
-        while len(self.works) > keep:
+    def _settle(self) -> None:
+        """Wait for what was launched."""
+        while self.works:
             self.works.pop(0)()

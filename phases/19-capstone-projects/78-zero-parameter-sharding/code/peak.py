@@ -71,7 +71,7 @@ def step_moments(chain: Chain, world_size: int, stage: int) -> list[tuple[str, i
     """Return (moment, bytes of parameters, bytes of gradients) on a rank, in the order of a step of stage 2 or 3.
 
     "B2" is the end of block 2's backward, when autograd has all its gradients; "L2", when they have been copied into
-    flat memory and leave. Two units at most have flat memory, until the second one after has left. In stage 3 the
+    flat memory and leave. One unit at a time has flat memory, until the next one leaves. In stage 3 the
     root's parameters are there, and those of a block and of the next.
     """
     size, last = chain.size, len(chain.blocks) - 1
@@ -85,31 +85,27 @@ def step_moments(chain: Chain, world_size: int, stage: int) -> list[tuple[str, i
         """Parameters: in stage 3 the shards, and what is gathered; a place that there is not counts nothing."""
         return steady + (sum(flat[place] for place in places if -1 <= place <= last) if stage == 3 else 0)
 
-    def sent(place: int) -> None:
-        """Note a unit that leaves; then what it leaves behind, its shard."""
-        flying[:] = [*flying[-1:], flat[place]]
-
     moments = [(f"F{place}", there(-1, place, place + 1), 0) for place in range(last + 1)]
-    flying: list[int] = []  # flat memory of units that have left, of the last two
+    flying = 0  # flat memory of the unit that has left last: the one before it has been reduced by then
     arrived, waiting = 0, size * chain.tail  # gradients: in shards, and of the root
     for place in range(last, -1, -1):
         following = [place - 1] if place else []
         grads = arrived + waiting + own[place]
-        moments.append((f"B{place}", there(-1, place, *following), grads + sum(flying)))
+        moments.append((f"B{place}", there(-1, place, *following), grads + flying))
         if place or stage == 2:
-            sent(place)
-            moments.append((f"L{place}", there(-1, *following), grads + sum(flying)))
+            flying = flat[place]
+            moments.append((f"L{place}", there(-1, *following), grads + flying))
             arrived += chunk[place]
     if stage == 3 and chain.blocks:  # the first block is over with the root
-        moments.append(("B root", there(-1, 0), arrived + own[-1] + own[0] + sum(flying)))
-        sent(0)
-        moments.append(("L0", there(), arrived + own[-1] + own[0] + sum(flying)))
+        moments.append(("B root", there(-1, 0), arrived + own[-1] + own[0] + flying))
+        flying = flat[0]
+        moments.append(("L0", there(), arrived + own[-1] + own[0] + flying))
         arrived += chunk[0]
     else:
-        moments.append(("B root", there(-1), arrived + own[-1] + sum(flying)))
+        moments.append(("B root", there(-1), arrived + own[-1] + flying))
     if chain.root:
-        sent(-1)
-        moments.append(("L root", there(), arrived + own[-1] + sum(flying)))
+        flying = flat[-1]
+        moments.append(("L root", there(), arrived + own[-1] + flying))
     return moments
 
 

@@ -59,8 +59,8 @@ class TestPrediction(unittest.TestCase):
                 ("L1", shards + 8 + 32, 4 + 16 + 16),
                 ("B0", shards + 8 + 32, 4 + 8 + 32 + 16),  # a shard of block 1, own gradients, flat memory of block 1
                 ("B root", shards + 8 + 32, 8 + 8 + 32 + 16),
-                ("L0", shards, 8 + 8 + 32 + 16 + 32),
-                ("L root", shards, 8 + 16 + 8 + 32 + 8),
+                ("L0", shards, 8 + 8 + 32 + 32),
+                ("L root", shards, 8 + 16 + 8 + 8),
             ],
         )
         whole = [params for _, params, _ in step_moments(chain, 2, 2)]
