@@ -18,7 +18,7 @@ from ranks import run_ranks
 from torch import nn
 
 LR, CHECKED_STEPS, PAIRS, REPEATS = 1e-4, 4, 11, 3
-FIRST_GAP, LAST_GAP = 2**-8, 0.02  # by what share losses may differ: one that is bf16 is rounded by up to 2^-9
+FIRST_GAP, LAST_GAP = 2**-8, 0.02  # by what share losses may differ: one that is bf16 is rounded by up to 2^-8
 SIZES = {  # GPT-2's, with a tied head; the last one is for a test
     "124M": {"vocab": 50257, "dim": 768, "heads": 12, "blocks": 12, "seq": 1024},
     "774M": {"vocab": 50257, "dim": 1280, "heads": 20, "blocks": 36, "seq": 1024},

@@ -36,7 +36,7 @@ def bf16_bound(per_rank: torch.Tensor) -> torch.Tensor:
     """Return how far `bf16_compress` may be from the exact mean of (N, ...) gradients, for each element.
 
     Each number is rounded once, each of N - 1 additions rounds, and so does the division: N + 1 factors (1 + d) with
-    |d| <= u = 2^-9. So the error is at most ((1 + u)^(N + 1) - 1) times the mean of |g|. (Numbers below 1e-38 aside.)
+    |d| <= u = 2^-8. So the error is at most ((1 + u)^(N + 1) - 1) times the mean of |g|. (Numbers below 1e-38 aside.)
     """
     unit = torch.finfo(torch.bfloat16).eps / 2
     return ((1 + unit) ** (len(per_rank) + 1) - 1) * per_rank.double().abs().mean(0)
