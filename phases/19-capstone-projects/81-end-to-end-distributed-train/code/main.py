@@ -13,11 +13,13 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import demo  # 76: flags, tables, verdict
+import e2e_options  # 81: what the command line says
 import operate_demo  # 81: the run with nobody watching
 import torch
 import wire  # 76: tensors as bytes
 from checkpoint import load_sharded  # 80: all shards of a checkpoint, verified
-from corpus import from_text, make_corpus, synthetic  # 81: what the model reads
+from corpus import make_corpus, synthetic  # 81: what the model reads
+from e2e_options import CHECKPOINT_STEP  # 81: the run is saved after this step
 from flat import flat_param_numel  # 77: number of parameters
 from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
@@ -37,9 +39,7 @@ __all__ = [
     "verify_resume",
 ]
 
-CHECKPOINT_STEP = 10
 WORLD_SIZE = 4
-STEPS, TEXT_STEPS = 20, 200  # a text takes longer to learn than the synthetic language
 
 
 def run_e2e(world_size: int, steps: int, workdir: Path | str | None = None) -> dict:
@@ -199,46 +199,6 @@ def _outcome(row: dict) -> dict:
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = demo.parser(__doc__)
-    parser.add_argument("--steps", type=demo.positive, help=f"optimizer steps (default: {STEPS}; {TEXT_STEPS} of text)")
-    parser.add_argument("--rows", type=demo.positive, help="sequences a step over all ranks (default: 4 a rank)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on the characters of a text file")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
-    parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
-    parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
-    operate_demo.add_flags(parser)
-    args = demo.parse(parser, lesson=81)
-    args.operate |= bool(args.inject)
-    args.steps = args.steps or (TEXT_STEPS if args.text else STEPS)
-    if not args.resume and args.steps <= CHECKPOINT_STEP:
-        parser.error(f"--steps must be more than {CHECKPOINT_STEP}, the step of the checkpoint, got {args.steps}")
-    if args.operate and args.resume not in (None, operate_demo.AUTO):
-        parser.error(f"an operated run finds its checkpoints itself: --resume {operate_demo.AUTO}")
-    if args.ladder and under_torchrun():
-        parser.error("--ladder starts its own ranks: run it without torchrun")
-    if args.inject_nan and args.inject_nan > args.steps:
-        parser.error(f"--inject-nan {args.inject_nan}: there are only {args.steps} steps")
-    return args
-
-
-def make_job(args: argparse.Namespace) -> Job:
-    """Return the job that the command line describes."""
-    half = CHECKPOINT_STEP if args.steps <= 2 * CHECKPOINT_STEP else args.steps // 2
-    return Job(
-        from_text(args.text, Job.seq) if args.text else synthetic(args.seed),
-        steps=args.steps,
-        rows=args.rows,
-        seed=args.seed,
-        exam_every=max(1, args.steps // STEPS),
-        save_at=(args.steps,) if args.resume else (half, args.steps),
-        folder=demo.out_dir(args) / "checkpoints",
-        resume=args.resume,
-        inject_nan=(args.inject_nan, args.world_size - 1) if args.inject_nan else None,
-    )
-
-
 def write_metrics(path: Path, rows: list[dict], resumed: bool) -> None:
     """Write a line of JSON a step; a resumed run goes on with the file that is there."""
     if demo.is_main():
@@ -248,7 +208,7 @@ def write_metrics(path: Path, rows: list[dict], resumed: bool) -> None:
 
 def demonstrate(args: argparse.Namespace) -> int:
     """Train, show what happened, check what is claimed; return the exit code."""
-    job = make_job(args)
+    job = e2e_options.make_job(args)
     logs = run_ranks(train, args.world_size, job, backend=args.backend)
     claims = demo.Claims()
     show_steps(logs[0], job)
@@ -269,7 +229,7 @@ def demonstrate(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Run the demonstration, or the benchmark; return the exit code."""
-    args = parse_arguments()
+    args = e2e_options.parse_arguments(__doc__)
     if args.bench:
         from e2e_bench import bench  # 81: beside torch's own
 
@@ -279,7 +239,11 @@ def main() -> int:
 
         return ladder.main(["--quick"])
     try:
-        return operate_demo.demonstrate(args, make_job(args)) if args.operate else demonstrate(args)
+        if args.real:
+            import real_work  # 81: ten million parameters, megabytes of text
+
+            return real_work.demonstrate(args, real_work.make_job(args))
+        return operate_demo.demonstrate(args, e2e_options.make_job(args)) if args.operate else demonstrate(args)
     except (ValueError, NonFiniteError, SpikeError) as error:  # a text that is none; under torchrun, the ranks' own
         print(f"stopped: {error}", file=sys.stderr)
     except RankError as error:

@@ -32,6 +32,7 @@ class Operations:
     tensorboard: Path | None = None  # a folder of event files
     progress: bool = False  # on rank 0's stderr
     digests: bool = False  # a hash of all parameters at the start, in each row and rollback: for drills, since it costs
+    exams: bool = False  # every job.exam_every steps: the held-out loss, and such a hash
     inject: tuple[Drill, ...] = ()
 
     def __post_init__(self):
@@ -48,7 +49,7 @@ class Operations:
 
     def facts(self) -> dict:
         """Return what all ranks must have alike, since they do it together."""
-        names = "checkpoint_every_steps keep_last resume spike_factor spike_window most_rollbacks digests".split()
+        names = "checkpoint_every_steps keep_last resume spike_factor spike_window most_rollbacks digests exams".split()
         return {name: getattr(self, name) for name in names} | {"inject": [str(drill) for drill in self.inject]}
 
 
@@ -139,7 +140,7 @@ class Run:
         row["learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         row["tokens_per_second"] = tokens / row["seconds"]
         row["bytes"] = sent.total() - before  # passed to collectives by this rank
-        return row | self._hash()
+        return row | self._hash() | self._look(step)
 
     def finish(self, row: dict) -> None:
         """Note a step that was taken, and save if it is time, or if any rank has asked for it."""
@@ -159,6 +160,11 @@ class Run:
         self.log["rows"] = [row for row in self.log["rows"] if row["step"] <= position]
         self.log["rollbacks"].append({"step": step, "position": position, "why": str(fault)} | self._hash())
         self.log["position"] = position
+
+    def _look(self, step: int) -> dict:
+        if not self.operations.exams or (step % self.job.exam_every and step != self.job.steps):
+            return {}
+        return {"exam": self.trainer.examine(), "digest": digest(self.trainer.optimizer)}
 
     def _hash(self) -> dict:
         return {"digest": digest(self.trainer.optimizer)} if self.operations.digests else {}

@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what is said of an operated run on the command line."""
     parser.add_argument("--operate", action="store_true", help="save itself, go back after a fault, stop when asked")
     parser.add_argument(
-        "--every", type=demo.positive, default=5, metavar="K", help="so operated: a checkpoint every K steps (5)"
+        "--every", type=demo.positive, metavar="K", help="so operated: a checkpoint every K steps (5; --real: 100)"
     )
     parser.add_argument(
         "--minutes", type=float, default=10.0, metavar="T", help="and when the last is T minutes old (10)"
@@ -55,10 +55,9 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
         digests=True,
         inject=tuple(args.inject),
     )
-    job = replace(job, save_at=(), resume=None, folder=folder / "checkpoints")
+    job = for_operation(job, folder)
     check(job, operations, args.world_size)
-    if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
-        shutil.rmtree(folder, ignore_errors=True)  # what an earlier demonstration has left
+    clear(args, folder)
     logs = run_ranks(operate, args.world_size, job, operations, backend=args.backend)
     show(logs[0], job)
     if logs[0]["start"] == job.steps:
@@ -73,6 +72,17 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
     else:
         check_same_run(claims, logs, job, args)
     return claims.verdict(f"a run of {logs[0]['position']} steps on {args.world_size} ranks, operated")
+
+
+def for_operation(job: Job, folder: Path) -> Job:
+    """Return the job as operations want it: they say when to save and resume; the checkpoints are in `folder`."""
+    return replace(job, save_at=(), resume=None, folder=folder / "checkpoints")
+
+
+def clear(args: argparse.Namespace, folder: Path) -> None:
+    """Delete what an earlier demonstration has left, unless this one goes on with it."""
+    if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def show(log: dict, job: Job) -> None:

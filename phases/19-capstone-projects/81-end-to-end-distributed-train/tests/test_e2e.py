@@ -20,6 +20,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import damage
 import e2e_bench
+import e2e_options
 import shard
 import torch
 import train
@@ -67,7 +68,7 @@ class TestTheLadder(unittest.TestCase):
     def test_not_under_torchrun(self):
         told = io.StringIO()
         with (
-            mock.patch.object(main_81, "under_torchrun", lambda: True),
+            mock.patch.object(e2e_options, "under_torchrun", lambda: True),
             mock.patch.object(sys, "argv", ["main.py", "--ladder"]),
             contextlib.redirect_stderr(told),
             self.assertRaises(SystemExit),

@@ -1,0 +1,59 @@
+"""What lesson 81's command line says, and the job that follows from it."""
+
+import argparse
+from pathlib import Path
+
+import demo  # 76
+import operate_demo
+from corpus import from_text, synthetic
+from job import Job
+from ranks import under_torchrun  # 76
+
+CHECKPOINT_STEP = 10
+STEPS, TEXT_STEPS, REAL_STEPS = 20, 200, 300  # a text takes longer to learn than the synthetic language
+EVERY, REAL_EVERY = 5, 100  # steps between two checkpoints of an operated run
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """Read the command line."""
+    parser = demo.parser(description)
+    steps = f"optimizer steps (default: {STEPS}; of text {TEXT_STEPS}; with --real {REAL_STEPS})"
+    parser.add_argument("--steps", type=demo.positive, help=steps)
+    parser.add_argument("--rows", type=demo.positive, help="sequences a step over all ranks (default: 4 a rank)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on the characters of a text file")
+    parser.add_argument("--real", action="store_true", help="10M parameters, operated, on Python's own source")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
+    parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
+    parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
+    operate_demo.add_flags(parser)
+    args = demo.parse(parser, lesson=81)
+    args.operate |= bool(args.inject) or args.real
+    args.steps = args.steps or (REAL_STEPS if args.real else TEXT_STEPS if args.text else STEPS)
+    args.every = args.every or (REAL_EVERY if args.real else EVERY)
+    if not args.resume and args.steps <= CHECKPOINT_STEP:
+        parser.error(f"--steps must be more than {CHECKPOINT_STEP}, the step of the checkpoint, got {args.steps}")
+    if args.operate and args.resume not in (None, operate_demo.AUTO):
+        parser.error(f"an operated run finds its checkpoints itself: --resume {operate_demo.AUTO}")
+    if args.real and (args.text or args.inject_nan):
+        parser.error("--real has a text of its own, and its drill is --inject nan@STEP")
+    if args.ladder and under_torchrun():
+        parser.error("--ladder starts its own ranks: run it without torchrun")
+    if args.inject_nan and args.inject_nan > args.steps:
+        parser.error(f"--inject-nan {args.inject_nan}: there are only {args.steps} steps")
+    return args
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    """Return the job that the command line describes."""
+    half = CHECKPOINT_STEP if args.steps <= 2 * CHECKPOINT_STEP else args.steps // 2
+    return Job(
+        from_text(args.text, Job.seq) if args.text else synthetic(args.seed),
+        steps=args.steps,
+        rows=args.rows,
+        seed=args.seed,
+        exam_every=max(1, args.steps // STEPS),
+        save_at=(args.steps,) if args.resume else (half, args.steps),
+        folder=demo.out_dir(args) / "checkpoints",
+        resume=args.resume,
+        inject_nan=(args.inject_nan, args.world_size - 1) if args.inject_nan else None,
+    )
