@@ -40,6 +40,7 @@ def register(add: Callable) -> None:
     )
     proof.add_argument("lessons", metavar="NN", nargs="*", help="numbers of lessons (default: all)")
     proof.add_argument("--only", action="append", default=[], metavar="ID", help="only this exercise")
+    proof.add_argument("--missing", action="store_true", help="only what is missing; course test proves the solutions")
     proof.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="J", help="at a time (default: one a core)")
     proof.add_argument("--deadline", type=float, default=300.0, metavar="S", help="seconds for one (default: 300)")
     proof.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -139,7 +140,7 @@ def check_exercises(course: Course, args: argparse.Namespace) -> int:
                 f"{finding.lesson[:2]} {finding.exercise} {finding.claim} {finding.seconds:.1f} s: {result}", flush=True
             )
 
-    findings = prove_lessons(course, lessons, args.only, args.deadline, args.jobs, tell)
+    findings = prove_lessons(course, lessons, args.only, args.deadline, args.jobs, tell, not args.missing)
     faults = sum(bool(finding.fault) for finding in findings)
     if args.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2, ensure_ascii=False))

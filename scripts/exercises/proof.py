@@ -120,9 +120,18 @@ def _covers(exercise: Exercise, test: str) -> bool:
 
 
 def prove_lessons(
-    course: Course, lessons: list[Lesson], ids: list[str], deadline: float, jobs: int, tell: Callable[[Finding], None]
+    course: Course,
+    lessons: list[Lesson],
+    ids: list[str],
+    deadline: float,
+    jobs: int,
+    tell: Callable[[Finding], None],
+    solutions: bool = True,
 ) -> list[Finding]:
-    """All proofs of these lessons, or those of some exercises alone, `jobs` at a time; `tell` hears of each."""
+    """All proofs of these lessons, or those of some exercises alone, `jobs` at a time; `tell` hears of each.
+
+    Without `solutions` what the lessons' own tests prove is not proven again.
+    """
     known = [exercise.id for lesson in lessons for exercise in load_exercises(lesson)]
     if unknown := [name for name in ids if name not in known]:
         raise UserError(f"no exercise {unknown[0]!r} in {', '.join(lesson.id for lesson in lessons)}")
@@ -133,8 +142,9 @@ def prove_lessons(
         for lesson in lessons:
             bench = Bench(course, lesson, Path(holder).resolve() / lesson.id)
             if bench.exercises and not ids:
-                started.append(pool.submit(bench.prove_solution, 3 * deadline))
-                started.append(pool.submit(bench.prove_starter, 3 * deadline))
+                if solutions:
+                    started.append(pool.submit(bench.prove_solution, 6 * deadline))
+                started.append(pool.submit(bench.prove_starter, 6 * deadline))
             for exercise in bench.exercises:
                 if not ids or exercise.id in ids:
                     started.append(pool.submit(bench.prove_stub, exercise, deadline))

@@ -293,6 +293,7 @@ class TestProof(Learner):
         for name in ("(all) solution", "(all) starter", "turn stub", "roll stub"):
             self.assertRegex(text, rf"(?m)^01 {re.escape(name)} [\d.]+ s: ok$")
         self.assertIn("4 proofs, 0 faults", text)
+        self.assertIn("3 proofs, 0 faults", self.proven("--missing", code=0))
         result = json.loads(self.proven("--only", "roll", "--json", code=0))
         self.assertEqual([(row["exercise"], row["claim"], row["fault"]) for row in result], [("roll", "stub", "")])
 
