@@ -4,8 +4,11 @@ safetensors (an extra: `pip install safetensors`) is the format in which weights
 bytes, as here, but tensors only. The rest of a state travels in the file's metadata: the header of our own shard.
 """
 
+import contextlib
 import importlib
 import json
+import re
+import uuid
 from pathlib import Path
 
 from checkpoint import load_sharded, save_sharded
@@ -17,37 +20,37 @@ from storage import DISK, Storage
 from strictjson import check_integer, check_keys, parse_json
 
 METADATA = "shard-80"  # the key of our header in a file's metadata
+TEMPORARY = re.compile(r"rank[0-9]+\.safetensors\.[0-9a-f]{32}\.tmp")
 
 
 def to_safetensors(src_dir, dest_dir, *, storage: Storage = DISK) -> list[Path]:
     """Write `rank0.safetensors`, ... from a checkpoint, which is verified first; return the files' paths.
 
-    Tied tensors are stored once. Raises CheckpointError if `dest_dir` has such files already, or if safetensors does
-    not know a dtype.
+    Tied tensors are stored once. All files are written under temporary names, then renamed. One that is there already,
+    byte for byte, is left as it is: so the next call finishes what one that died has begun. Raises CheckpointError,
+    and renames nothing, if `dest_dir` has other safetensors files, or if safetensors does not know a dtype.
     """
-    codec, target = _codec(), Path(dest_dir)
+    codec, target, written = _codec(), Path(dest_dir), {}
     manifest, states = load_sharded(src_dir, read_manifest(src_dir, storage).world_size, storage=storage)
+    paths = [target / f"rank{rank}.safetensors" for rank in range(len(states))]
     storage.make_folder(target)
-    if taken := [name for name in storage.names(target) if name.endswith(".safetensors")]:
-        raise CheckpointError(f"{target}: has safetensors files already: {', '.join(taken[:3])}")
-    paths = []
-    for rank, state in enumerate(states):
-        packed = PackedState(state, rank, manifest.world_size, manifest.step)
-        header = _header(packed.header[16:], sum(map(len, packed.regions)), f"rank {rank}")
-        tensors = dict(tensors_of(state))
-        stored = {path: tensors[path] for path in _names(header).values()}
-        extra = {"seconds": manifest.wall_clock_seconds, "header": packed.header[16:].decode()}
+    with storage.lock(target):
+        _sweep(target, storage)
+        there = {target / name for name in storage.names(target) if name.endswith(".safetensors")}
+        _refuse(target, there.difference(paths))
         try:
-            data = codec.save(stored, {METADATA: json.dumps(extra)})
-        except Exception as error:  # a dtype that it does not know is a KeyError here, a ValueError there
-            kinds = sorted({str(tensor.dtype) for tensor in stored.values()})
-            raise CheckpointError(f"safetensors cannot hold rank {rank}'s {', '.join(kinds)}: {error}") from error
-        paths.append(target / f"rank{rank}.safetensors")
-        with storage.create(temporary := paths[-1].with_suffix(".tmp")) as file:
-            storage.write(file, data)
-            storage.fsync(file)
-        storage.rename(temporary, paths[-1])
-    storage.fsync_folder(target)
+            for rank, path in enumerate(paths):
+                data = _encoded(codec, states[rank], rank, manifest)
+                if path not in there:
+                    written[_write_beside(path, data, storage)] = path
+                elif storage.kind(path) != ("file", len(data)) or storage.read(path) != data:
+                    _refuse(target, {path})
+            for temporary, path in written.items():
+                storage.rename(temporary, path)
+        except (CheckpointError, OSError):
+            _sweep(target, storage)
+            raise
+        storage.fsync_folder(target)
     return paths
 
 
@@ -69,6 +72,42 @@ def from_safetensors(source, dest_dir, step: int = 0, *, storage: Storage = DISK
             raise CheckpointError(f"{files[rank]}: says {facts}, expected {first}")
     facts, seconds, _ = ranks[0]
     return save_sharded([state for *_, state in ranks], dest_dir, facts["step"], seconds, crc32=True, storage=storage)
+
+
+def _encoded(codec, state, rank: int, manifest: ShardManifest) -> bytes:
+    """Return the contents of a rank's file. The same state always gives the same bytes."""
+    packed = PackedState(state, rank, manifest.world_size, manifest.step)
+    header = _header(packed.header[16:], sum(map(len, packed.regions)), f"rank {rank}")
+    tensors = dict(tensors_of(state))
+    stored = {path: tensors[path] for path in _names(header).values()}
+    extra = {"seconds": manifest.wall_clock_seconds, "header": packed.header[16:].decode()}
+    try:
+        return codec.save(stored, {METADATA: json.dumps(extra)})
+    except Exception as error:  # a dtype that it does not know is a KeyError here, a ValueError there
+        kinds = sorted({str(tensor.dtype) for tensor in stored.values()})
+        raise CheckpointError(f"safetensors cannot hold rank {rank}'s {', '.join(kinds)}: {error}") from error
+
+
+def _write_beside(path: Path, data: bytes, storage: Storage) -> Path:
+    """Write a file under a temporary name, durably; return that name."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    with storage.create(temporary) as file:
+        storage.write(file, data)
+        storage.fsync(file)
+    return temporary
+
+
+def _sweep(target: Path, storage: Storage) -> None:
+    """Delete what a conversion that died has left half-written."""
+    for name in filter(TEMPORARY.fullmatch, storage.names(target)):
+        with contextlib.suppress(OSError):
+            storage.delete(target / name)
+
+
+def _refuse(target: Path, others: set[Path]) -> None:
+    if others:
+        names = ", ".join(sorted(path.name for path in others)[:3])
+        raise CheckpointError(f"{target}: has other safetensors files already: {names}")
 
 
 def _read(path: Path) -> tuple[dict | None, float, dict]:

@@ -280,8 +280,6 @@ class Safetensors(InFolders):
         from safetensors.torch import load_file, save_file
 
         to_safetensors(self.folder, self.root / "b")
-        with self.assertRaisesRegex(CheckpointError, "has safetensors files already: rank0.safetensors"):
-            to_safetensors(self.folder, self.root / "b")
         one = self.root / "b" / "rank1.safetensors"
         good, tensors = one.read_bytes(), load_file(one)
         cases = [
@@ -303,6 +301,52 @@ class Safetensors(InFolders):
             from_safetensors(self.folder, self.root / "c")
         with self.assertRaisesRegex(CheckpointError, "nowhere: No such file"):
             from_safetensors(self.root / "nowhere", self.root / "c")
+
+    def test_a_crash_at_every_operation(self):
+        rehearsal, good = CrashingStorage(), {}
+        for path in to_safetensors(self.folder, self.root / "rehearsal", storage=rehearsal):
+            good[path.name] = path.read_bytes()
+        for at, operation in enumerate(rehearsal.log):
+            for when in ("before", "during", "after") if operation.startswith("write") else ("before", "after"):
+                with self.subTest(operation=operation, when=when):
+                    target = self.root / f"{at}{when}"
+                    with self.assertRaises(Crash):
+                        to_safetensors(self.folder, target, storage=CrashingStorage(at, when))
+                    for path in target.glob("*.safetensors"):
+                        self.assertEqual(path.read_bytes(), good[path.name], "half a file")
+                    target.mkdir(exist_ok=True)
+                    (target / "rank0.tmp").write_text("somebody's own")
+                    to_safetensors(self.folder, target)
+                    found = {path.name: path.read_bytes() for path in target.iterdir()}
+                    self.assertEqual(found, {**good, "rank0.tmp": b"somebody's own"})
+
+    def test_files_of_another_conversion_are_neither_replaced_nor_added_to(self):
+        to_safetensors(self.folder, self.root / "good")
+        foreign = (self.root / "good" / "rank0.safetensors").read_bytes()
+        for name, data in [
+            ("model.safetensors", b"model"),
+            ("rank2.safetensors", foreign),
+            ("rank1.safetensors", foreign),
+            ("rank1.safetensors", b"short"),
+        ]:
+            with self.subTest(name), tempfile.TemporaryDirectory() as target:
+                (Path(target) / name).write_bytes(data)
+                with self.assertRaisesRegex(CheckpointError, f"has other safetensors files already: {name}$"):
+                    to_safetensors(self.folder, target)
+                self.assertEqual({path.name: path.read_bytes() for path in Path(target).iterdir()}, {name: data})
+
+    def test_a_failure_leaves_nothing_behind(self):
+        class Full(CrashingStorage):
+            def perform(self, operation, path, action):
+                if operation == failing and "rank1.safetensors" in path.name:
+                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+                return super().perform(operation, path, action)
+
+        for failing, left in (("write", set()), ("fsync", set()), ("rename", {"rank0.safetensors"})):
+            with self.subTest(failing), tempfile.TemporaryDirectory() as target:
+                with self.assertRaisesRegex(OSError, "No space left on device"):
+                    to_safetensors(self.folder, target, storage=Full())
+                self.assertEqual({path.name for path in Path(target).iterdir()}, left)
 
     def test_crafted_metadata(self):
         from safetensors.torch import save_file
@@ -337,9 +381,10 @@ class Safetensors(InFolders):
             from_safetensors(one.parent, self.root / "bad")
 
     def test_a_dtype_that_it_does_not_know(self):
-        save_sharded([{"z": torch.tensor([1 + 2j], dtype=torch.complex128)}], self.root / "a", 7)
-        with self.assertRaisesRegex(CheckpointError, "safetensors cannot hold rank 0's torch.complex128"):
+        save_sharded([{}, {"z": torch.tensor([1 + 2j], dtype=torch.complex128)}], self.root / "a", 7)
+        with self.assertRaisesRegex(CheckpointError, "safetensors cannot hold rank 1's torch.complex128"):
             to_safetensors(self.root / "a", self.root / "b")
+        self.assertEqual(list((self.root / "b").iterdir()), [])
 
 
 class WithoutSafetensors(InFolders):
