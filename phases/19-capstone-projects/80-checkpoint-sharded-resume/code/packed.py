@@ -21,7 +21,8 @@ RESERVED = TENSOR, TUPLE, FLOAT = "__tensor__", "__tuple__", "__float__"  # what
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, not a copy."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) keeps any stride of a single element
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def blocks_of(region: memoryview) -> Iterator[memoryview]:

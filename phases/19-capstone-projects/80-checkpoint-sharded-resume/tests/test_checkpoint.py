@@ -70,6 +70,8 @@ class RoundTrip(Folder):
             "transposed": base.t(),
             "strided": base[::2, 1::2],
             "expanded": torch.tensor([3.0]).expand(5),
+            "one_of_a_row": base[:1, 2],  # one element with a stride of 6, and contiguous nevertheless
+            "imaginary_part": torch.tensor([1 + 2j]).imag,
             "zero_dim": torch.tensor(7, dtype=torch.bfloat16),
             "empty": torch.empty(3, 0, 2),
             "empty_bool": torch.empty(0, dtype=torch.bool),

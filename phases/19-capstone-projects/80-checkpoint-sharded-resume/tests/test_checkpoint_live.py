@@ -25,6 +25,7 @@ def state_of(rank, value):
     return {
         "plain": base.clone() + 1,
         "column": (base.clone() + 2)[:, 2],
+        "one_of_a_row": (base.clone() + 5)[:1, 2],
         "transposed": (base.clone() + 3).t(),
         "parameter": torch.nn.Parameter(base[0].clone() + 4),
         "conjugate": torch.complex(base[1].clone(), base[2].clone()).conj(),
