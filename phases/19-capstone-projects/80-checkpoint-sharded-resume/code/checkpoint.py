@@ -59,7 +59,7 @@ def load_shard(src_dir, comm=None, *, into=None, mapped: bool = False, storage: 
 
     With `mapped`, which excludes `into`, the new tensors are the pages of the file itself, hashed where they are and
     not copied. They may be changed, the file never is. But the file must not be changed in place, nor the disk fail,
-    while they live: mapped.py says what one gains and what one gives up.
+    while they live: mapped.py says what one gains and what one gives up. Each rank may choose for itself.
 
     Raises the same CheckpointError on every rank if any rank's file, or the manifest, is not exactly what was saved, or
     does not fit `into` (names, shapes and dtypes, all differences listed). Nothing live changes until every rank's

@@ -56,6 +56,7 @@ class MappedReader(ShardReader):
         except BaseException:
             mapping.close()
             raise
+        self.file.close()  # the mapping has a descriptor of its own
         return memoryview(mapping)  # not the mapping: as long as a tensor holds a view of it, it cannot be closed
 
 

@@ -68,6 +68,8 @@ def read_header(take: Callable[[int], bytes], shard: Shard, manifest: ShardManif
     expected = {"rank": shard.rank, "world_size": manifest.world_size, "step": manifest.step}
     header = parse_header(take(length), expected, shard.size - len(MAGIC) - 8 - length)
     state = header.build(header.entries)
+    if not isinstance(state, dict | list):
+        raise CheckpointError(f"state: expected a dict or a list, found {show(header.state)}")
     layout = state.get("layout", []) if isinstance(state, dict) else []
     if layout != shard.layout:
         raise CheckpointError("layout: the manifest's differs from the shard's own")

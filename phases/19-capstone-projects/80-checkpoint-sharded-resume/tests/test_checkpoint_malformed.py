@@ -332,6 +332,9 @@ class ShardFile(Damaged):
             "state: malformed": {"state": {"w": {"__tensor__": 0, "x": 1}}},
             "malformed {'__tuple__'": {"state": {"w": {"__tuple__": 3}}},
             "malformed {'__float__'": {"state": {"w": {"__float__": "1.0"}}},
+            "state: expected a dict or a list, found 3": {"state": 3},
+            "state: expected a dict or a list, found {'__tensor__': 0}": {"state": {"__tensor__": 0}},
+            "state: expected a dict or a list, found {'__tuple__': []}": {"state": {"__tuple__": []}},
             "nan is not JSON": {"state": [float("nan")]},
         }.items():
             with self.subTest(message):

@@ -117,6 +117,32 @@ class Mapped(unittest.TestCase):
         self.assertEqual(VirtualCluster(3).run(rank_main), [(True, 2)] * 3)
         self.assertEqual([list(disk.begin) for disk in disks], [["rank0.bin"], ["rank1.bin"], ["rank2.bin"]])
 
+    def test_a_rank_may_map_while_another_reads(self):
+        states = small_states(3)
+        self.save(states)
+
+        def rank_main(mesh):
+            return load_shard(self.folder, MeshComm(mesh), mapped=mesh.rank == 1, storage=self.disk)
+
+        self.assertTrue(same(VirtualCluster(3).run(rank_main), states))
+        self.assertEqual(list(self.disk.begin), ["rank1.bin"])
+
+    def test_one_open_file_a_mapping(self):
+        class Watching(Storage):
+            opened, ours = [], []
+
+            def open(self, path):
+                self.opened.append(super().open(path))
+                return self.opened[-1]
+
+            def map(self, file, size):
+                self.ours.append(sum(not each.closed for each in self.opened))
+                return super().map(file, size)
+
+        self.save(small_states(4))
+        load_sharded(self.folder, 4, mapped=True, storage=Watching())
+        self.assertEqual(Watching.ours, [1] * 4, "files stay open that have been mapped")
+
     def test_a_tensor_that_is_written_to_changes_neither_the_file_nor_another_load(self):
         states = small_states(2)
         self.save(states)
