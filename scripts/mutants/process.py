@@ -56,9 +56,9 @@ class RunServer:
     """A process that runs tests in processes of their own (run_server.py). One run at a time."""
 
     def __init__(self) -> None:
-        script = str(Path(__file__).with_name("run_server.py"))
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._process = subprocess.Popen([sys.executable, script], start_new_session=True, **pipes)
+        command, scripts = [sys.executable, "-m", "mutants.run_server"], Path(__file__).parents[1]
+        self._process = subprocess.Popen(command, cwd=scripts, start_new_session=True, **pipes)
 
     def run(self, folder: Path, python_path: Path, names: list[str], deadline: float) -> bool:
         """Run tests in `folder`, which gets result.json and output.txt; return whether they ended by the deadline."""

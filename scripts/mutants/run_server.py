@@ -88,6 +88,10 @@ def serve() -> None:
     """Answer questions until there are no more."""
     warm = sys.platform == "linux"
     if warm:
+        from grading.linux import become_subreaper
+        from grading.processes import end_descendants
+
+        become_subreaper()  # a test's command may have a session of its own: it comes to us, and ends here
         import torch  # noqa: F401  # every run has it then
     for line in sys.stdin:
         question = json.loads(line)
@@ -96,6 +100,7 @@ def serve() -> None:
                 _become_the_run(question)
             print(pid, flush=True)
             os.waitpid(pid, 0)
+            end_descendants()
         else:
             with open(os.path.join(question["folder"], "output.txt"), "ab") as output:
                 process = subprocess.Popen(
