@@ -21,7 +21,7 @@ from lessons import Course, UnknownLesson
 from testrun import run_tests, summary, table
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE = 900.0  # seconds for the tests of one lesson
+DEADLINE = 1800.0  # seconds for the tests of one lesson
 
 
 def build_parser() -> argparse.ArgumentParser:
