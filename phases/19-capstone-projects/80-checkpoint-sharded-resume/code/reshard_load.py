@@ -10,6 +10,7 @@ is each rank's own (random states) has no meaning for another number of ranks; `
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 from layout import check_coverage
@@ -18,7 +19,7 @@ from merge import Merged, unit_of
 from reshard import check_plan, check_wanted, even_layout, make_plan
 from shardfile import ShardReader
 from storage import DISK, Storage
-from strictjson import check_integer
+from strictjson import check_integer, show
 from team import Team
 
 
@@ -46,15 +47,17 @@ def load_resharded_all(src_dir, world_size, *, layouts=None, per_rank=(), storag
 
 
 def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dict:
-    folder, wanted, per_rank = Path(src_dir), {}, list(per_rank)
+    folder, wanted, keys = Path(src_dir), {}, _keys(per_rank)
     manifest = functools.cache(lambda: read_manifest(folder, storage))
     saved = functools.cache(lambda: [shard.layout for shard in manifest().shards])
 
     def want(rank):
+        if keys is None:
+            raise CheckpointError(f"per_rank: expected a list of strings, found {show(per_rank)}")
         manifest().check_files(folder, storage)
         wanted[rank] = even_layout(saved(), team.world_size, rank) if layouts[rank] is None else layouts[rank]
         check_wanted(wanted[rank], saved())
-        return {"manifest": manifest().digest(), "layout": wanted[rank], "per_rank": sorted(per_rank)}
+        return {"manifest": manifest().digest(), "layout": wanted[rank], "per_rank": sorted(keys)}
 
     facts = team.together(want)
     check_one_manifest([fact["manifest"] for fact in facts])
@@ -66,7 +69,7 @@ def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dic
 
         def verify(rank):
             shares = range(rank, manifest().world_size, team.world_size)
-            return {str(source): _verify(folder, source, manifest(), per_rank, storage) for source in shares}
+            return {str(source): _verify(folder, source, manifest(), keys, storage) for source in shares}
 
         digests = {int(source): found for share in team.together(verify) for source, found in share.items()}
 
@@ -77,7 +80,7 @@ def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dic
 
         @functools.cache
         def merged():
-            return Merged([reader.header for reader in readers()], saved(), per_rank, digests)
+            return Merged([reader.header for reader in readers()], saved(), keys, digests)
 
         def read(rank):
             plan = make_plan(saved(), wanted[rank])
@@ -98,7 +101,15 @@ def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dic
     return states
 
 
-def _verify(folder: Path, source: int, manifest: ShardManifest, per_rank, storage: Storage) -> dict[str, str]:
+def _keys(per_rank) -> list[str] | None:
+    """Return the keys as a list; None if they are none. A string would be its letters."""
+    if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
+        return None
+    keys = list(per_rank)
+    return keys if all(isinstance(key, str) for key in keys) else None
+
+
+def _verify(folder: Path, source: int, manifest: ShardManifest, keys: list[str], storage: Storage) -> dict[str, str]:
     """Hash a whole file; return the hash of each tensor in it of which every rank should have the same."""
     with ShardReader(folder, source, manifest, storage) as reader:
         found = reader.scan()
@@ -106,6 +117,6 @@ def _verify(folder: Path, source: int, manifest: ShardManifest, per_rank, storag
     alike = {
         path: entry
         for path, entry in header.paths().items()
-        if unit_of(path, reader.shard.layout) is None and unit_of(path, [{"unit": key} for key in per_rank]) is None
+        if unit_of(path, reader.shard.layout) is None and unit_of(path, [{"unit": key} for key in keys]) is None
     }
     return {path: found[entry.offset][:16] for path, entry in alike.items() if entry.numel}

@@ -250,6 +250,8 @@ class Refused(Saved):
             self.refuse("world_size: expected a whole number of at least 1", world_size=world_size)
         for layouts in ([], [[]], 3):
             self.refuse("layouts: expected a list of 3, one a new rank", layouts=layouts)
+        for per_rank in ("own", None, 3, ["own", 3], [None]):
+            self.refuse("per_rank: expected a list of strings, found ", per_rank=per_rank)
         loaded = load_resharded_all(self.folder, 3, per_rank=(key for key in ["own"]))
         self.assertEqual([state["own"] for state in loaded], [[0, 1]] * 3)
 
@@ -318,6 +320,7 @@ class Refused(Saved):
         for folders, keys, message in [
             ([self.folder, other], [[], []], "the ranks read different manifests"),
             ([self.folder] * 2, [[], ["own"]], "per_rank: the ranks disagree: [[], ['own']]"),
+            ([self.folder] * 2, [[], "own"], "rank 1 failed: per_rank: expected a list of strings, found 'own'"),
             ([self.folder, self.folder / "nowhere"], [[], []], "rank 1 failed: "),
         ]:
             errors = VirtualCluster(2).run(rank_main, folders, keys)
