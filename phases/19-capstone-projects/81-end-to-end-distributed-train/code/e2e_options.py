@@ -25,6 +25,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
     parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
     parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
+    parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
+    parser.add_argument("--batch", type=demo.positive, default=16, help="with --size: sequences a rank (default: 16)")
+    parser.add_argument("--bucket-mb", type=demo.positive, default=100, help="with --size: MiB a bucket (default: 100)")
+    compiler = "with --size: torch.compile in all rows, by this backend (default: inductor)"
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compiler)
+    whole = "with --compile: one more row, torch's DDP compiled as a whole"
+    parser.add_argument("--whole", action="store_true", help=whole)
     operate_demo.add_flags(parser)
     args = demo.parse(parser, lesson=81)
     args.operate |= bool(args.inject) or args.real
@@ -36,6 +43,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
         parser.error(f"an operated run finds its checkpoints itself: --resume {operate_demo.AUTO}")
     if args.real and (args.text or args.inject_nan):
         parser.error("--real has a text of its own, and its drill is --inject nan@STEP")
+    if (args.size and not args.bench) or (args.compile and not args.size) or (args.whole and not args.compile):
+        parser.error("--size needs --bench, --compile needs --size, and --whole needs --compile")
     if args.ladder and under_torchrun():
         parser.error("--ladder starts its own ranks: run it without torchrun")
     if args.inject_nan and args.inject_nan > args.steps:

@@ -230,6 +230,10 @@ def demonstrate(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the demonstration, or the benchmark; return the exit code."""
     args = e2e_options.parse_arguments(__doc__)
+    if args.bench and args.size:
+        from e2e_gpu_bench import bench as gpu_bench  # 81: GPT-2 on GPUs, beside torch's own
+
+        return gpu_bench(args)
     if args.bench:
         from e2e_bench import bench  # 81: beside torch's own
 
