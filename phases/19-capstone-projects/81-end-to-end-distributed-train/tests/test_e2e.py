@@ -531,7 +531,10 @@ class TestBench(unittest.TestCase):
     def setUpClass(cls):
         tiny = train.Job(synthetic(7, 2_000), dropout=0.0, model={"dim": 8, "heads": 2, "blocks": 1})
         cls.jobs = {"a tiny GPT": (tiny, 6)}
-        cls.found = run_ranks(e2e_bench.measure, 2, cls.jobs)
+        with mock.patch.object(e2e_bench, "JOBS", cls.jobs):
+            arenas = e2e_bench.arenas_for(SimpleNamespace(world_size=2, backend="gloo"))
+        cls.shared = arenas["a tiny GPT"] is not None
+        cls.found = run_ranks(e2e_bench.measure, 2, cls.jobs, arenas)
 
     def bench(self, found: list) -> tuple[int, str]:
         out = io.StringIO()
@@ -547,7 +550,7 @@ class TestBench(unittest.TestCase):
         code, text = self.bench(self.found)
         self.assertEqual(code, 0, text)
         row = r"(?m)^(?:ours|DDP \+).* [\d,]+ +\d+\.\d+ +\d+\.\d+  \d+\.\d+ to \d+\.\d+$"
-        self.assertEqual(len(re.findall(row, text)), 6)
+        self.assertEqual(len(re.findall(row, text)), 6 + self.shared)
         self.assertIn("128 tokens a step, 2 ranks, gloo", text)
 
     def test_it_fails_when_a_row_trains_another_model(self):
@@ -557,6 +560,24 @@ class TestBench(unittest.TestCase):
             code, text = self.bench(found)
             self.assertEqual(code, 1)
             self.assertIn("FAIL  a tiny GPT: in all rows the losses of 5 steps are the same", text)
+
+    def test_a_target_is_missed_only_below_the_whole_interval(self):
+        for low, high, code, words in ((1.4, 1.6, 0, "met"), (1.2, 1.35, 0, "open"), (1.1, 1.2, 1, "missed")):
+            found = copy.deepcopy(self.found)
+            if not self.shared:
+                self.skipTest("ranks have no shared memory here")
+            rows = found[0]["a tiny GPT"]["rows"]
+            place = [row.name for row in rows].index(e2e_bench.DEFAULT)
+            rows[place] = replace(rows[place], ratio=(low + high) / 2, low=low, high=high)
+            with mock.patch.object(e2e_bench, "TARGETS", {"a tiny GPT": {e2e_bench.DEFAULT: 1.3}}):
+                self.assertEqual(self.bench(found)[0], code)
+                self.assertRegex(self.bench(found)[1], rf"target: row 'ours, shared .* at least 1.3 .*, {words}")
+
+    def test_the_targets_are_for_ten_million_parameters(self):
+        job, pairs = e2e_bench.JOBS[e2e_bench.TEN_MILLION]
+        size = sum(param.numel() for param in job.build().parameters())
+        self.assertTrue(9.9e6 < size < 10.2e6 and pairs >= 9, (size, pairs))
+        self.assertEqual(e2e_bench.TARGETS, {e2e_bench.TEN_MILLION: {e2e_bench.DEFAULT: 1.3, e2e_bench.TUNED: 1.1}})
 
 
 if __name__ == "__main__":
