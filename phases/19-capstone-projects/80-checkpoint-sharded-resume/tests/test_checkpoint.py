@@ -285,7 +285,11 @@ class Together(Folder):
 
     def test_both_ways_write_the_same_bytes(self):
         states = small_states(3)
-        list(self.on_ranks(3, lambda r, comm: save_shard(states[r], self.folder / "a", 10, comm, wall_clock_seconds=2)))
+        folder = self.folder / "a"
+        manifests, _ = self.on_ranks(
+            3, lambda r, comm: save_shard(states[r], folder, 10, comm, wall_clock_seconds=2 + r)
+        )
+        self.assertEqual([manifest.wall_clock_seconds for manifest in manifests], [2.0] * 3, "rank 0's, on every rank")
         save_sharded(states, self.folder / "b", 10, 2)
         for name in ("rank0.bin", "rank1.bin", "rank2.bin", MANIFEST):
             self.assertEqual((self.folder / "a" / name).read_bytes(), (self.folder / "b" / name).read_bytes())
@@ -320,6 +324,27 @@ class Together(Folder):
             save_sharded(after, self.folder, 10, storage=FullDisk("rename", MANIFEST))
         self.assertTrue(same(load_sharded(self.folder, 2)[1], before))
         self.assertEqual(sorted(path.name for path in self.folder.iterdir()), [MANIFEST, "rank0.bin", "rank1.bin"])
+
+    def test_a_rename_that_is_done_and_yet_reports_an_error_deletes_nothing(self):
+        class LateError(Storage):  # as a network mount may answer
+            def perform(self, operation, path, action):
+                result = super().perform(operation, path, action)
+                if operation == "rename":
+                    raise OSError(errno.EIO, "Input/output error", str(path))
+                return result
+
+        before, after = small_states(2), small_states(2, 50)
+        save_sharded(before, self.folder, 10)
+        with self.assertRaisesRegex(CheckpointError, "manifest.json: Input/output error"):
+            save_sharded(after, self.folder, 10, storage=LateError())
+        self.assertTrue(same(load_sharded(self.folder, 2)[1], after))
+        left = {path.name for path in self.folder.iterdir()}
+        self.assertLess({"rank0.bin", "rank1.bin"}, left, "a power cut may still bring the old manifest back")
+
+    def test_one_rank_alone_that_fails_leaves_nothing(self):
+        with self.assertRaisesRegex(CheckpointError, "No space left"):
+            save_sharded(small_states(1), self.folder, 10, storage=FullDisk("fsync", "rank0"))
+        self.assertEqual(list(self.folder.iterdir()), [])
 
     def test_a_bad_state_on_one_rank_stops_all_before_anything_is_written(self):
         states = [{}, {"x": object()}, {}]
