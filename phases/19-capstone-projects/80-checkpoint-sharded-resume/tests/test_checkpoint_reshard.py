@@ -195,6 +195,17 @@ class Cost(Saved):
                     hashed = sum(shards[source].size for source in range(rank, n, m))
                     self.assertEqual(disk.read_bytes[f"rank {rank}"], hashed + headers + held[rank])
 
+    def test_what_is_alike_is_not_read_from_one_file_by_all(self):
+        class ByFile(CountingStorage):
+            def read_into(self, file, target):
+                self.read_bytes[Path(file.name).name] = self.read_bytes.get(Path(file.name).name, 0) + len(target)
+                return super().read_into(file, target)
+
+        folder, disk = self.folder / "alike", ByFile()
+        save_sharded([{"w": torch.arange(1000.0)}] * 2, folder, 10, storage=CrashingStorage())
+        self.assertTrue(same(load_resharded_all(folder, 4, storage=disk), [{"w": torch.arange(1000.0)}] * 4))
+        self.assertEqual(disk.read_bytes["rank0.bin"], disk.read_bytes["rank1.bin"])
+
 
 def tensors(value):
     if isinstance(value, torch.Tensor):
@@ -268,6 +279,7 @@ class Refused(Saved):
             ([], "missing unit 'flat'"),
             ([item(unit="x"), item()], "unexpected unit 'x'"),
             ([item(total=11)], "'flat' has 10 elements in the checkpoint, 11 here"),
+            ([item(end=9, total=9)], "'flat' has 10 elements in the checkpoint, 9 here"),
             ([item(end=9)], "layout of 'flat': no rank holds elements [9, 10)"),
             ([item(start=1)], "layout of 'flat': gap at element 0"),
             ([item(start=0, end=5), item(start=5)], "a unit twice"),
