@@ -65,7 +65,8 @@ def _exercise_tests(lesson: Lesson) -> dict[str, list[str]]:
     """The tests of each exercise; nothing where exercises.json is broken (check_exercises says how)."""
     try:
         entries = json.loads(read_text(lesson.folder / "exercises.json") or "[]")
-        return {each["id"]: [each["tests"]] if isinstance(each["tests"], str) else each["tests"] for each in entries}
+        found = {each["id"]: [each["tests"]] if isinstance(each["tests"], str) else each["tests"] for each in entries}
+        return {name: list(tests) for name, tests in found.items()}
     except (ValueError, TypeError, KeyError):
         return {}
 

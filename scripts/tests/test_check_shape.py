@@ -148,5 +148,6 @@ class TestExercises(FakeCourse):
 
     def test_a_lesson_may_have_none(self):
         (self.root / EXERCISES).unlink()
+        (self.root / self.WHEELS / "mutants.json").unlink()
         self.replace("catalog.json", '"exercises": 2', '"exercises": 0')
         self.assert_good()
