@@ -8,12 +8,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from grading.processes import descendants
+import sessions
 
 _RAN = re.compile(r"^Ran (\d+) tests? in ", re.MULTILINE)
 _SKIPPED = re.compile(r"\bskipped=(\d+)")
@@ -51,7 +50,9 @@ def judge(
         try:
             code = _wait(process, deadline)
         finally:
-            _kill_all(process)
+            sessions.end(process.pid, alive=process.poll() is None)
+            process.kill()
+            process.wait()
         text = _read(output, kept)
     seconds = time.monotonic() - begin
     if code is None:
@@ -88,38 +89,14 @@ def _wait(process: subprocess.Popen, deadline: float) -> int | None:
         return process.wait(deadline)
     except subprocess.TimeoutExpired:
         if os.name == "posix":
-            started = _started_by(process)  # while they can still be told by their parents
+            started = sessions.started_by(process.pid)  # while they can still be told by their parents
             process.send_signal(signal.SIGABRT)  # faulthandler prints every thread
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 pass
-            _kill(started)
+            sessions.kill(started)
         return None
-
-
-def _kill_all(process: subprocess.Popen) -> None:
-    """End the process, its session's group, and what it has started in sessions of their own."""
-    started = _started_by(process)
-    if os.name == "posix":
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-    process.kill()
-    process.wait()
-    _kill(started)
-
-
-def _started_by(process: subprocess.Popen) -> list[int]:
-    """All descendants of a process that still runs, where the system shows them."""
-    return descendants(process.pid) if sys.platform == "linux" and process.poll() is None else []
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _read(output: BinaryIO, kept: int) -> str:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from faults import UserError
 from lessons import Course
-from mutants import demonstration, process, proof
+import sessions
+from mutants import demonstration, proof
 from mutants.model import chosen
 from testrun import table
 
@@ -53,7 +54,7 @@ def prove(course: Course, args: argparse.Namespace) -> int:
                 print(f"{number}/{len(judged)} {mutant.id}", file=sys.stderr, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            process.end_all()
+            sessions.end_all()
             raise
     return _report([each.result() for each in judged], args.json)
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lessons import Course, Lesson
-from mutants import process
+import sessions
 from mutants.model import Mutant, code_file
 from mutants.proof import DEADLINE, copied, run_tests
 
@@ -36,7 +36,11 @@ def run_demo(lesson: Lesson, folder: Path, arguments: list[str]) -> str | None:
         sys.stdout.write(line)
         sys.stdout.flush()
 
-    code, output = process.run([sys.executable, str(main), *arguments], folder, DEMO_DEADLINE, pass_on)
+    (folder / "tmp").mkdir(exist_ok=True)
+    # output comes as it is written; a copy is used once, its bytecode never
+    more = {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(main), *arguments]
+    code, output = sessions.run(command, folder, DEMO_DEADLINE, pass_on, more)
     failed = [line[4:].strip() for line in output.splitlines() if line.startswith("FAIL  ")]
     if code is None:
         return f"the demonstration: it did not end within {DEMO_DEADLINE:g} s"

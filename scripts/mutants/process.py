@@ -1,55 +1,12 @@
-"""Processes in sessions of their own, with deadlines; when one has ended, nothing that it started lives on."""
+"""The tests of mutants run in processes forked from one that has torch already."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-_sessions: set[int] = set()  # those that run now
-
-
-def run(command: list[str], folder: Path, deadline: float, on_line: Callable[[str], None]) -> tuple[int | None, str]:
-    """Run a command in `folder`, without input; return (exit code, its output), the code None at the deadline.
-
-    `on_line` gets each line as it comes. Temporary files are made in `folder`/tmp.
-    """
-    (folder / "tmp").mkdir(exist_ok=True)
-    # output comes as it is written; a copy is used once, its bytecode never
-    more = {"TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, **more},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    _sessions.add(process.pid)
-    lines: list[str] = []
-
-    def read() -> None:
-        for line in process.stdout:
-            lines.append(line.decode(errors="replace"))
-            on_line(lines[-1])
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        code = process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        end(process.pid)
-        process.kill()
-        process.wait()
-    reader.join(timeout=10)  # what held the pipe has been killed
-    return code, "".join(lines)
+import sessions
 
 
 class RunServer:
@@ -68,15 +25,15 @@ class RunServer:
         self._process.stdin.write(f"{json.dumps(question)}\n")
         self._process.stdin.flush()
         session = int(self._process.stdout.readline())
-        _sessions.add(session)
+        sessions.begun(session)
         late = threading.Event()
-        timer = threading.Timer(deadline, lambda: (late.set(), end(session, alive=True)))
+        timer = threading.Timer(deadline, lambda: (late.set(), sessions.end(session, alive=True)))
         timer.start()
         try:
             self._process.stdout.readline()
         finally:
             timer.cancel()
-            end(session)
+            sessions.end(session)
         return not late.is_set()
 
     def close(self) -> None:
@@ -85,35 +42,3 @@ class RunServer:
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
-
-
-def end(session: int, alive: bool = False) -> None:
-    """Kill what is left of a session that was started here. Ranks have groups of their own in it.
-
-    `alive`: its first process has not been waited for, so that its number is still its own.
-    """
-    if os.name == "posix":
-        for _ in range(3):  # one that is just forking may be missed once
-            for pid in [*([session] if alive else []), *_members(session)]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(session, signal.SIGKILL)
-    _sessions.discard(session)
-
-
-def end_all() -> None:
-    """Kill everything that runs now: for a command that is interrupted."""
-    for session in list(_sessions):
-        end(session, alive=True)
-
-
-def _members(session: int) -> list[int]:
-    """The processes of a session, where the system shows them (Linux; elsewhere ranks end with their launcher)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(folder.name))
-    return found

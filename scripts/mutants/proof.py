@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessons import Course, Lesson
+import sessions
 from mutants import process
 from mutants.model import Mutant, code_file, mutate
 
@@ -67,7 +68,7 @@ def servers():
     try:
         yield
     except BaseException:
-        process.end_all()
+        sessions.end_all()
         raise
     finally:
         while _idle:

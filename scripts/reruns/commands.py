@@ -4,14 +4,13 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import sessions
 from faults import Fault, read_text
 from lessons import Course
 from mdtext import Document
@@ -106,24 +105,6 @@ def run_quoted(text: Path, quoted: Quoted, folder: Path, root: Path, deadline: f
 def run_in(command: str, folder: Path, deadline: float) -> tuple[int | None, list[str]]:
     """Run a shell command with this Python first on the path; (exit code, lines). None: killed at the deadline."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "COLUMNS": "120"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=deadline)
-        return process.returncode, output.decode(errors="replace").splitlines()
-    except subprocess.TimeoutExpired:
-        return None, []
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-        process.stdout.close()
+    more = {"PATH": path, "COLUMNS": "120"}
+    code, output = sessions.run(["bash", "-c", command], folder, deadline, environment=more)
+    return code, output.splitlines()
