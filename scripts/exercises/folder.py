@@ -30,17 +30,17 @@ def borrowed_files(course: Course, lesson: Lesson) -> Files:
     todo = [*lesson.modules(), *(lesson.folder / "tests").glob("*.py")]
     seen = set(todo)
     while todo:
-        found = {owners[name] for name in _imported(todo.pop()) if name in owners} - seen
+        found = {owners[name] for name in imported(read_text(todo.pop()) or "") if name in owners} - seen
         seen |= found
         todo += found
     others = sorted(path for path in seen if not path.is_relative_to(lesson.folder))
     return {path.relative_to(course.root).as_posix(): path.read_bytes() for path in others}
 
 
-def _imported(path: Path) -> set[str]:
-    """The modules that a file imports anywhere, also inside its functions."""
+def imported(text: str) -> set[str]:
+    """The modules that a source imports anywhere, also inside its functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(read_text(path) or "")):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names.update(item.name.split(".")[0] for item in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -157,6 +157,6 @@ python -m unittest discover -s {lesson.path.as_posix()}/tests
 python {lesson.path.as_posix()}/code/main.py
 ```
 
-To hand in your work: the files that you changed in `{lesson.path.as_posix()}/code`, under their own names, or a
-zip of this folder.
+To hand in your work: the files that you changed in `{lesson.path.as_posix()}/code`, under their own names, with any
+new modules of yours that they import; or a zip of this folder.
 """

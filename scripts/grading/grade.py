@@ -17,6 +17,7 @@ from exercises.model import Exercise
 from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
 from faults import UserError
+from grading.beside import modules_beside
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
 from grading.submissions import Work, find_module
@@ -95,14 +96,14 @@ def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
 
 
 def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[str, Cut]:
-    """The lesson's modules with the student's functions of this exercise in them.
+    """The lesson's modules with the student's functions of this exercise in them, and new modules that these import.
 
     Raises NotAttempted, or Blocked with file and line. What is wrong elsewhere in a file, but leaves it Python, does
     not matter: only these functions are taken.
     """
     if work.handed is None:
         raise NotAttempted("nothing was handed in")
-    cuts, stubs, missing = {}, [], []
+    cuts, stubs, missing, beside = {}, [], [], {}
     for module, names in exercise.by_module.items():
         try:
             path = find_module(work.handed, lesson, module)
@@ -118,11 +119,16 @@ def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[st
             stubs += [is_stub(text, name) for name in names]
             cuts[module] = Cut(shown, text, _graft(judge.layout.source(module), text, names, shown), "")
             cuts[module].path = judge.layout.path(module)
+            beside |= modules_beside(work.handed, path, cuts[module].grafted, judge.layout)
     if missing:
         problems = work.handed.problems
         raise NotAttempted("; ".join(missing + problems[:3]))
     if all(stubs):
         raise NotAttempted("still as in the starter")
+    for module, path in beside.items():
+        shown = work.handed.origins.get(path, path)
+        text = _text(work.handed.files[path], shown)
+        cuts[module] = Cut(shown, text, text, judge.layout.path(module))
     return cuts
 
 

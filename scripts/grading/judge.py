@@ -22,9 +22,10 @@ from grading import isolation as apart
 from grading.isolation import Isolation
 from grading.layout import Layout
 from grading.limits import Limits
+from grading.loading import raised_by
 from grading.plain import Plain
 from grading.records import Outcome, read
-from grading.runner import Request
+from grading.runner import LOADING, Request
 from grading.sandbox import Ended
 from grading.zygote import PRELOADED, SupervisorLost, Zygote
 from lessons import Course, Lesson
@@ -106,7 +107,7 @@ class Judge:
     def judge(self, exercise: Exercise, changed: dict[str, str]) -> Verdict:
         """The verdict on the lesson with these modules' texts in place of its own.
 
-        A text that was judged before is not run again: `reused` says so. Raises KeyError for an unknown module.
+        A module that the lesson lacks is added to it. A text that was judged before is not run again: `reused` says so.
         """
         changed = {module: text for module, text in changed.items() if text != self.layout.source(module)}
         if not changed:
@@ -128,7 +129,17 @@ class Judge:
         verdict = replace(self._correct(outcome, ended), own_seconds=own)
         if ended.reason == "exited" and outcome.proves(expected) and not ended.detail:
             return verdict
-        return replace(verdict, status="incorrect", **_why(outcome, expected, ended))
+        why = _why(outcome, expected, ended)
+        if why["test"] == LOADING and not self._is_theirs(why["failure"], changed):
+            failure = why["failure"]
+            what = f"{failure['kind']}: {failure['message'][:500]}"
+            reason = f"the tests could not be loaded, and no line of what was handed in was at work: {what}"
+            return replace(verdict, status="error", **why | {"reason": reason})
+        return replace(verdict, status="incorrect", **why)
+
+    def _is_theirs(self, failure: dict, changed: dict[str, str]) -> bool:
+        texts = {self.layout.path(module): (text, self.layout.source(module)) for module, text in changed.items()}
+        return raised_by(failure, texts)
 
     def _expected(self, exercise: Exercise) -> tuple[Outcome, Ended]:
         """How the tests go on the lesson as it is; a second try if they fail, for a machine that was busy."""
@@ -245,7 +256,7 @@ def _why(outcome: Outcome, expected: Outcome, ended: Ended) -> dict[str, Any]:
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
         return {"reason": f"the process ended {how} in the middle of the tests", "test": at, "stacks": ended.stacks}
     if outcome.foreign:
-        return {"reason": "something else was written into the channel of the results"}
+        return {"reason": "something else was written into the channel of the results", "test": at}
     skipped = [test for test in outcome.skipped if test not in expected.skipped]
     if skipped:
         return {"reason": "a test was skipped that runs with the lesson's own code", "test": skipped[0]}

@@ -41,9 +41,10 @@ class Layout:
         """A module's file, relative."""
         return self.lesson.rel("code", f"{module}.py")
 
-    def source(self, module: str) -> str:
-        """A module's text as the course has it."""
-        return self.files[self.path(module)].decode()
+    def source(self, module: str) -> str | None:
+        """A module's text as the course has it; None if the lesson has no such module."""
+        data = self.files.get(self.path(module))
+        return None if data is None else data.decode()
 
     def mend(self) -> list[str]:
         """The files that are not what they were; all are put back, and `repairs` counts up. Threads may share this.

@@ -17,6 +17,7 @@ from pathlib import Path
 from grading.records import Channel, Writer
 from grading.tamper import Guard
 
+LOADING = "loading"  # what a failure is said to be of, if it comes before the first test
 MESSAGE = 12_000  # characters of an error's text that are kept
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)(?:, in ([^\n]+))?')
 
@@ -43,6 +44,7 @@ def perform(request: Request, folder: Path, channel: Channel) -> None:
     write("loading")
     shutil.copytree(request.source, folder, dirs_exist_ok=True)
     for path, text in request.changed.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     os.chdir(folder / request.tests)
     importlib.invalidate_caches()
@@ -54,7 +56,7 @@ def perform(request: Request, folder: Path, channel: Channel) -> None:
     try:
         tests = unique(load(request.names))
     except BaseException as error:
-        write("fail", test="loading", **describe(error, folder))
+        write("fail", test=LOADING, **describe(error, folder))
         return
     shorten_collectives(request.collective_seconds)
     write("found", tests=[test.id() for test in tests])

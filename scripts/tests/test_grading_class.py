@@ -124,6 +124,29 @@ class TestClass(Grading):
         self.assertEqual(self.grade("--only", "s1"), 0)
         self.assertEqual(self.statuses("s1"), ["correct", "not attempted"])
 
+    def test_new_modules_beside_it_come_along_and_replace_nothing(self):
+        text = f"from spokes import around\n{RINGS.replace(RIGHT, 'return around(ring, steps)')}"
+        self.put("in/s1/code/rings.py", text)
+        self.put("in/s1/code/spokes.py", "from tools import cut\n\n\ndef around(*it):\n    return cut.at(*it)\n")
+        self.put("in/s1/code/tools/__init__.py", "")
+        self.put("in/s1/code/tools/cut.py", "def at(ring, n):\n    return ring[n:] + ring[:n]\n")
+        self.put("in/s1/code/main.py", "raise KeyError('not to be run')\n")
+        self.put("in/s1/code/math.py", "raise KeyError('not to be run')\n")
+        self.put("in/s2/code/rings.py", text)
+        self.put("in/s2/code/spokes.py", "\n\ndef around(ring, n):\n    return ring.turned\n")
+        self.put("in/s3/code/rings.py", text)
+        self.put("in/s3/code/spokes.py", "def around(:\n")
+        self.put("in/s4/code/rings.py", text)
+        self.assertEqual(self.grade(), 0, self.out)
+        self.assertEqual(self.statuses("s1"), ["correct", "correct"])
+        self.assertEqual(self.statuses("s2"), ["incorrect", "correct"])
+        evidence = self.report("s2")["exercises"][0]["evidence"]
+        self.assertEqual((evidence["file"], evidence["line"]), ("s2/code/spokes.py", 4))
+        self.assertEqual(self.statuses("s3"), ["blocked", "correct"])
+        self.assertEqual(self.report("s3")["exercises"][0]["evidence"], {"file": "s3/code/spokes.py", "line": 1})
+        self.assertEqual(self.statuses("s4"), ["incorrect", "correct"])
+        self.assertIn("No module named 'spokes'", self.text("out/s4/report.md"))
+
     def test_what_cannot_be_judged_is_open_and_the_exit_code_says_so(self):
         self.replace(f"{self.WHEELS}/tests/test_wheel.py", "Wheel(4).rest(6), 2", "Wheel(4).rest(6), 9")
         self.assertEqual(self.grade(), 1)

@@ -12,7 +12,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from grading import records
 from grading.isolation import NONE, Isolation
 from grading.judge import Judge
-from grading_course import LIMITS, RIGHT, RINGS, GradedCourse
+from grading_course import LIMITS, RIGHT, RINGS, TESTS, GradedCourse
+from lessons import Course
 
 LINUX = sys.platform == "linux"
 PLAIN = Isolation(fork=True)
@@ -124,6 +125,18 @@ class TestTheMachineCannotJudge(Verdicts):
         for verdict in (same, other):
             self.assertEqual(verdict.status, "error")
             self.assertIn("the tests fail here on the lesson as it is: test_wheel.TestTurn.test_by_one", verdict.reason)
+
+    def test_the_lessons_own_module_does_not_import(self):
+        gears = "import rings\n\nif rings.turn([1, 2]) != [2, 1]:\n    raise ImportError('no gears here')\n"
+        self.put(f"{self.WHEELS}/code/gears.py", gears)
+        self.put(f"{self.WHEELS}/tests/test_wheel.py", TESTS.replace("from rings", "import gears\nfrom rings"))
+        self.graded = Course(self.root)
+        self.lesson = self.graded.find("1")
+        wrong, raising, top = self.judge_all(["return ring", "return ring[9]", f"{RIGHT}\n\n\n{gears[14:]}"])
+        self.assertEqual((wrong.status, wrong.test), ("error", "loading"))
+        self.assertIn("no line of what was handed in was at work: ImportError: no gears here", wrong.reason)
+        self.assert_incorrect(raising, "a test failed")
+        self.assert_incorrect(top, "a test failed")
 
     def test_no_test_can_run_here(self):
         self.replace(f"{self.WHEELS}/tests/test_wheel.py", "class TestTurn", '@unittest.skip("no")\nclass TestTurn')
