@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import math
 import shutil
 import sys
@@ -24,6 +23,7 @@ from flat import flat_param_numel  # 77: number of parameters
 from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
 from memory import check_whole, model_state_bytes  # 78: what the formula says
+from metrics import MetricsFile  # 81: a line a step, and no step twice
 from ranks import RankError, run_ranks, under_torchrun  # 76: N processes and their results
 from spike_guard import SpikeError  # 81: what a loss that is far too high raises
 from train import Job, NonFiniteError, held_masters, train  # 81: the loop
@@ -199,11 +199,15 @@ def _outcome(row: dict) -> dict:
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-def write_metrics(path: Path, rows: list[dict], resumed: bool) -> None:
-    """Write a line of JSON a step; a resumed run goes on with the file that is there."""
-    if demo.is_main():
-        with open(path, "a" if resumed else "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+def write_metrics(path: Path, rows: list[dict], start: int) -> None:
+    """Write a line a step; a run that was resumed after `start` steps goes on there in the file that it finds."""
+    if not demo.is_main():
+        return
+    if start == 0:
+        path.unlink(missing_ok=True)
+    with MetricsFile(path, position=start) as file:
+        for row in rows:
+            file.write(row)
 
 
 def demonstrate(args: argparse.Namespace) -> int:
@@ -223,7 +227,7 @@ def demonstrate(args: argparse.Namespace) -> int:
             check_other_ranks(claims, args.world_size, job, args.backend)
         if all(holds for _, holds in claims.checked):
             demo.say("\nRESUME VERIFIED")
-    write_metrics(args.out / "metrics.jsonl", logs[0]["rows"], bool(args.resume))
+    write_metrics(args.out / "metrics.jsonl", logs[0]["rows"], logs[0]["start"])
     return claims.verdict(f"a GPT of {logs[0]['parameters']:,} parameters, trained on {args.world_size} ranks")
 
 

@@ -7,9 +7,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -26,24 +24,20 @@ from job import Job
 from memory import check_whole
 from mesh import must_agree  # 76: one error on every rank, before anything is changed
 from resume import changes, read_checkpoint  # 80's load_resharded, for its owner only
+from spike_guard import SpikeGuard
 from zero import ZeroOptimizer  # 78: the mean gradient, sharded Adam
 
 EXAM = 128  # held-out sequences that an exam consists of
-SPIKE = 2.0  # a loss this many times the step before's is a spike
 
 
 class NonFiniteError(RuntimeError):
     """A rank's loss or gradient is NaN or infinite. Raised on every rank, before any parameter has changed."""
 
 
-def train(rank: int, world_size: int, job: Job, comm=None, on_spike=None) -> dict:
-    """Be one rank of the job. Returns its log: a row a step, and what it holds at the end.
-
-    `on_spike(step, loss before, loss)` is called on every rank, before any parameter has changed, when a step's loss is
-    more than twice the one before. Steps count from 1.
-    """
+def train(rank: int, world_size: int, job: Job, comm=None) -> dict:
+    """Be one rank of the job. Returns its log: a row a step (from 1), and what it holds at the end."""
     trainer = Trainer(job, rank, world_size, comm)
-    trainer.spikes, comm, optimizer = SpikeHook(on_spike) if on_spike else None, trainer.comm, trainer.optimizer
+    comm, optimizer = trainer.comm, trainer.optimizer
     start = trainer.load(job.resume) if job.resume else 0
     if job.inject_nan and job.inject_nan[0] <= start:
         raise CheckpointError(f"{job.resume}: saved after {start} steps, but the drill is for step {job.inject_nan[0]}")
@@ -92,7 +86,7 @@ class Trainer:
         sequences = min(EXAM, (len(job.corpus.held_out) - 1) // job.seq)
         self.exam = Batches(job.corpus.held_out, sequences, job.seq, seed=0).batch(0)
         torch.manual_seed(noise_seed(job.seed, 0, rank))  # noise: each rank its own dropout
-        self.spikes: SpikeHook | None = None  # or anything like it
+        self.spikes: SpikeGuard | None = None
         self.wish, self.wishes = "", [""] * world_size
 
     def step(self, step: int) -> dict:
@@ -240,24 +234,6 @@ def guard(comm, step: int, loss: float, optimizer: ZeroOptimizer, wish: str = ""
             what = "gradient" if math.isfinite(fact["loss"]) else f"loss is {fact['loss']} and its gradient"
             raise NonFiniteError(f"step {step}: rank {rank}'s {what} is not finite; no parameter was changed")
     return sum(fact["loss"] for fact in facts) / len(facts), [fact["wish"] for fact in facts]
-
-
-@dataclass
-class SpikeHook:
-    """Calls `on_spike(step, loss before, loss)` for a loss of more than SPIKE times the one before."""
-
-    on_spike: Callable
-    losses: list[float] = field(default_factory=list)  # the last one, if there was one
-
-    def check(self, step: int, loss: float) -> None:
-        """Look at a step's loss; what the hook raises stops the run before this step."""
-        if self.losses and loss > SPIKE * self.losses[-1]:
-            self.on_spike(step, self.losses[-1], loss)
-        self.losses = [loss]
-
-    def forget(self, losses: list[float]) -> None:
-        """Forget all losses but these, which a checkpoint holds."""
-        self.losses = losses[-1:]
 
 
 def held_masters(saved: dict) -> torch.Tensor:

@@ -9,11 +9,11 @@ from train import Job, train
 from virtual import VirtualCluster
 
 
-def virtual(world_size: int, job: Job, on_spike=None, seed: int = 0) -> list[dict]:
+def virtual(world_size: int, job: Job, seed: int = 0) -> list[dict]:
     """Run the job on virtual ranks; return each rank's log."""
     torch.set_num_threads(1)
     cluster = VirtualCluster(world_size, seed)
-    return cluster.run(lambda mesh: train(mesh.rank, world_size, job, MeshComm(mesh), on_spike))
+    return cluster.run(lambda mesh: train(mesh.rank, world_size, job, MeshComm(mesh)))
 
 
 def outcomes(log: dict) -> list[dict]:

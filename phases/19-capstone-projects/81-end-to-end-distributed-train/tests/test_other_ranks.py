@@ -6,7 +6,7 @@ import tempfile
 import threading
 import unittest
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -191,7 +191,7 @@ class TestTheTestsNotice(Pairs):
         self.assertTrue(self.differs(4, 2))
 
     def test_the_right_version(self):
-        self.broken = lambda: mock.patch.object(train, "SPIKE", 2.0)
+        self.broken = nullcontext
         self.assertFalse(self.differs(2, 3))
 
 
