@@ -106,6 +106,7 @@ def _as_json(trial: Trial, points: int, total: int) -> dict:
             "seconds": round(report.seconds, 3),
             "test": report.test,
             "message": report.message,
+            "note": report.note,
             "hint": report.exercise.hint,
         }
         for report in trial.reports
@@ -116,7 +117,10 @@ def _as_json(trial: Trial, points: int, total: int) -> dict:
 
 def _tell_end(trial: Trial, points: int, total: int) -> None:
     if trial.own_tests:
-        print("\nThe folder was made from another version of the lesson: its own tests were used.")
+        print("\nThe folder was made from another version of the lesson: its own tests were used. Nothing was lent.")
+    for report in trial.reports:
+        if report.note:
+            print(f"\n{report.exercise.id} is {report.note}")
     stop = next((report for report in trial.reports if report.status not in ("passed", "not reached")), None)
     if stop is not None:
         print(f"\n{stop.exercise.title} ({', '.join(stop.exercise.functions)})")

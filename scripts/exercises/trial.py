@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
+from exercises.alone import alone_in, judge_with, source
 from exercises.folder import Marker, lesson_files, read_marker, version, write_folder
 from exercises.judge import judge
 from exercises.model import Exercise, choose, names_by_module, read_exercises, with_dependencies
@@ -18,13 +19,17 @@ IGNORED = shutil.ignore_patterns("__pycache__", "outputs", ".*", "*.egg-info")
 
 @dataclass(frozen=True)
 class Report:
-    """One exercise: "passed", "failed", "timed out", "skipped", "not started", "broken" or "not reached"."""
+    """One exercise, and how it went.
+
+    "passed", "failed", "timed out", "skipped", "not started", "not judged", "broken" or "not reached".
+    """
 
     exercise: Exercise
     status: str
     seconds: float = 0.0
     test: str = ""  # the first that failed
     message: str = ""
+    note: str = ""  # with what else of the learner's it fails, though it passes without
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ def try_folder(
     """Run all exercises, or those with these ids and what they build on as far as it is written, until one fails.
 
     A snapshot of the folder is judged, with the course's own tests, so that nothing edited meanwhile counts. Functions
-    that are not written yet are lent by the course: no exercise has to wait for another. `tell` hears of each report.
+    that are not written yet are lent by the course: no exercise has to wait for another. What fails is run once more in
+    the lesson's own modules, so that none is blamed for another. `tell` hears of each report.
     UserError for an unknown id and for a folder that `course start` has not made.
     """
     marker = read_marker(folder)
@@ -67,9 +73,9 @@ def try_folder(
             if any(report.status not in ("passed", "skipped") for report in reports):
                 report = Report(exercise, "not reached")
             else:
-                report = unready.get(exercise.id) or _run(lesson, exercise, deadline)
-            shown = report.message.replace(str(copy), str(folder))  # where the learner edits
-            reports.append(replace(report, message=shown))
+                report = unready.get(exercise.id) or _run(lesson, own, exercise, exercises, unready, deadline)
+            shown = {key: getattr(report, key).replace(str(copy), str(folder)) for key in ("message", "note")}
+            reports.append(replace(report, **shown))  # where the learner edits
             tell(reports[-1])
     return Trial(marker, own is None, reports)
 
@@ -101,13 +107,13 @@ def _lend(own: Lesson, copy: Lesson, exercises: list[Exercise]) -> None:
     """Put the course's functions into the copy where the learner's are still stubs."""
     for module, names in names_by_module([name for exercise in exercises for name in exercise.functions]).items():
         try:
-            text = decode(_source(copy, module).read_bytes())
+            text = decode(source(copy, module).read_bytes())
             stubs = [name for name in names if _is_stub_in(text, name)]
-            lent = graft_all(text, _source(own, module).read_bytes(), stubs)
+            lent = graft_all(text, source(own, module).read_bytes(), stubs)
         except (OSError, GraftError):
             continue  # a module that does not parse: the exercise of it says so
         if stubs:
-            _source(copy, module).write_text(lent, encoding="utf-8")
+            source(copy, module).write_text(lent, encoding="utf-8")
 
 
 def _is_stub_in(text: str, name: str) -> bool:
@@ -120,14 +126,10 @@ def _is_stub_in(text: str, name: str) -> bool:
         return False
 
 
-def _source(lesson: Lesson, module: str) -> Path:
-    return lesson.folder / "code" / f"{module}.py"
-
-
 def _unready(lesson: Lesson, exercise: Exercise) -> Report | None:
     """Why the exercise need not be run: a function of it is still a stub, or gone, or its module does not parse."""
     for module, names in exercise.by_module.items():
-        path = _source(lesson, module)
+        path = source(lesson, module)
         try:
             text = decode(path.read_bytes())
             stubs = [name for name in names if is_stub(text, name)]
@@ -141,9 +143,44 @@ def _unready(lesson: Lesson, exercise: Exercise) -> Report | None:
     return None
 
 
-def _run(lesson: Lesson, exercise: Exercise, deadline: float) -> Report:
+def _run(
+    lesson: Lesson,
+    own: Lesson | None,
+    exercise: Exercise,
+    exercises: list[Exercise],
+    unready: dict[str, Report],
+    deadline: float,
+) -> Report:
+    """The report on an exercise that is written; `own` is the course's lesson, if the folder is of its version."""
     verdict = judge(lesson.folder / "tests", exercise.tests, deadline)
-    return Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message)
+    together = Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message)
+    if verdict.status in ("passed", "skipped"):
+        return together
+    others = [other for other in exercises if other.id != exercise.id]
+    if own is None:
+        missing = [other.id for other in others if f"NotImplementedError: [{other.id}]" in verdict.output]
+        return replace(together, status="not judged", message=_not_lent(missing[0])) if missing else together
+    texts = alone_in(own, lesson, exercise, others)
+    if not texts:
+        return together
+    alone = judge_with(texts, lesson, exercise, deadline)
+    seconds = together.seconds + alone.seconds
+    if alone.status != "passed":
+        first = verdict if alone.test == verdict.test else alone
+        return Report(exercise, first.status, seconds, first.test, first.message)
+    begun = [other for other in others if getattr(unready.get(other.id), "status", "") != "not started"]
+    begun = [other.id for other in begun if other.by_module.keys() & {path.stem for path in texts}]
+    what = f"what else you changed in {', '.join(path.name for path in texts)}"
+    what += f" (exercises: {', '.join(begun)})" if begun else ""
+    note = f"right by itself, but with {what} it {verdict.status}: {verdict.test}\n{verdict.message}"
+    return Report(exercise, "passed", seconds, note=note)
+
+
+def _not_lent(missing: str) -> str:
+    return (
+        f"it needs {missing}, which is still to be written, and the course cannot lend it: the lesson has changed\n"
+        f"since this folder was made. Write {missing} first; or make a new folder with course start."
+    )
 
 
 def check_deadline(deadline: float) -> None:

@@ -217,6 +217,37 @@ class TestTry(Learner):
         self.solve(0, "return ring")
         self.assertRegex(self.tried("roll", code=1), r"(?m)^turn  failed [^$]*0 of 2 exercises passed, 0 of 5 points")
 
+    def test_none_is_blamed_for_another(self):
+        self.exercises[0]["tests"] = ["test_rings.TestRings"]  # needs both functions
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises)
+        self.start()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        self.solve(1, "return distance")
+        text = self.tried(code=1)
+        self.assertRegex(text, r"(?m)^turn  passed .*\nroll  failed ")
+        self.assertIn("turn is right by itself, but with what else you changed in rings.py (exercises: roll) it", text)
+        self.assertIn("1 of 2 exercises passed, 2 of 5 points", text)
+        self.assertIn("but with what else you changed in rings.py", self.tried("turn", code=0))
+        self.write("return ring[1:] + ring[:1]", "return ring")
+        self.assertRegex(self.tried(code=1), r"(?m)^turn  failed [^$]*0 of 2 exercises")
+        self.write("return ring\n", "return ring[1:] + ring[:1]\n")
+        self.write("return distance", "return distance / self.size")
+        self.write("self.size = size", "self.size = spokes")
+        text = self.tried(code=0)
+        self.assertIn("turn is right by itself, but with what else you changed in rings.py (exercises: roll) it", text)
+        self.assertIn("roll is right by itself, but with what else you changed in rings.py (exercises: turn)", text)
+
+    def test_what_does_not_parse_elsewhere_is_not_its_fault(self):
+        gears = '"""Gears."""\n\n\ndef mesh(teeth):\n    """Mesh them."""\n    return teeth\n'
+        self.put(f"{self.WHEELS}/code/gears.py", gears)
+        self.put(f"{self.WHEELS}/tests/test_rings.py", RING_TESTS.replace("import rings", "import gears\nimport rings"))
+        self.exercises[1]["function"] = "gears.mesh"
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises)
+        self.start()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        self.rings.with_name("gears.py").write_text("def mesh(:\n")
+        self.assertRegex(self.tried(code=1), r"(?m)^turn  passed .*\nroll  broken$")
+
     def test_json(self):
         self.start()
         self.solve(0, "return ring[1:] + ring[:1]")
@@ -237,6 +268,17 @@ class TestTry(Learner):
         self.solve(0, "return ring[1:] + ring[:1]")
         self.put(f"{self.WHEELS}/tests/test_rings.py", RING_TESTS.replace("[2, 3, 1]", "[3, 1, 2]"))
         self.assertIn("its own tests were used", self.tried("turn", code=0))
+
+    def test_in_another_version_nothing_is_lent_and_that_is_said(self):
+        self.exercises[0]["tests"] = ["test_rings.TestRings"]  # needs both functions
+        self.put_json(f"{self.WHEELS}/exercises.json", self.exercises)
+        self.start()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        self.put(f"{self.WHEELS}/tests/test_rings.py", f"{RING_TESTS}\n")
+        text = self.tried("turn", code=1)
+        self.assertRegex(text, r"(?m)^turn  not judged ")
+        self.assertIn("it needs roll, which is still to be written, and the course cannot lend it", text)
+        self.assertIn("make a new folder with course start", text)
 
     def test_what_does_not_parse_or_is_missing(self):
         self.start()
