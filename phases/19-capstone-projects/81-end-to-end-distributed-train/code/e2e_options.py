@@ -5,7 +5,7 @@ from pathlib import Path
 
 import demo  # 76
 import operate_demo
-from corpus import from_text, synthetic
+from corpus import Batches, from_text, synthetic
 from job import Job
 from ranks import under_torchrun  # 76
 
@@ -35,28 +35,46 @@ def parse_arguments(description: str) -> argparse.Namespace:
     operate_demo.add_flags(parser)
     args = demo.parse(parser, lesson=81)
     args.operate |= bool(args.inject) or args.real
+    refuse_what_does_not_go_together(parser, args)
     args.steps = args.steps or (REAL_STEPS if args.real else TEXT_STEPS if args.text else STEPS)
     args.every = args.every or (REAL_EVERY if args.real else EVERY)
+    args.minutes = args.minutes or operate_demo.MINUTES
     if not args.resume and args.steps <= CHECKPOINT_STEP:
         parser.error(f"--steps must be more than {CHECKPOINT_STEP}, the step of the checkpoint, got {args.steps}")
-    if args.operate and args.resume not in (None, operate_demo.AUTO):
-        parser.error(f"an operated run finds its checkpoints itself: --resume {operate_demo.AUTO}")
-    if args.real and (args.text or args.inject_nan):
-        parser.error("--real has a text of its own, and its drill is --inject nan@STEP")
-    if (args.size and not args.bench) or (args.compile and not args.size) or (args.whole and not args.compile):
-        parser.error("--size needs --bench, --compile needs --size, and --whole needs --compile")
-    if args.ladder and under_torchrun():
-        parser.error("--ladder starts its own ranks: run it without torchrun")
     if args.inject_nan and args.inject_nan > args.steps:
         parser.error(f"--inject-nan {args.inject_nan}: there are only {args.steps} steps")
     return args
 
 
+def refuse_what_does_not_go_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error of the parser rather than leave out a flag that was given."""
+    auto = operate_demo.AUTO
+    if args.operate:
+        if args.resume not in (None, auto):
+            parser.error(f"an operated run finds its checkpoints itself: --resume {auto}")
+        if args.inject_nan:
+            parser.error(f"the drill of an operated run is --inject nan@{args.inject_nan}")
+        if args.bench or args.ladder:
+            parser.error("--operate, --inject and --real are not for --bench or --ladder")
+    else:
+        if args.resume == auto:
+            parser.error(f"--resume {auto} needs --operate; the core run needs the folder of a checkpoint")
+        if args.every or args.minutes:
+            parser.error("--every and --minutes need --operate")
+    if args.real and args.text:
+        parser.error("--real has a text of its own")
+    if (args.size and not args.bench) or (args.compile and not args.size) or (args.whole and not args.compile):
+        parser.error("--size needs --bench, --compile needs --size, and --whole needs --compile")
+    if args.ladder and under_torchrun():
+        parser.error("--ladder starts its own ranks: run it without torchrun")
+
+
 def make_job(args: argparse.Namespace) -> Job:
-    """Return the job that the command line describes."""
+    """Return the job that the command line describes. Raises ValueError for a text that is none, or too many rows."""
+    corpus = from_text(args.text, Job.seq) if args.text else synthetic(args.seed)
     half = CHECKPOINT_STEP if args.steps <= 2 * CHECKPOINT_STEP else args.steps // 2
-    return Job(
-        from_text(args.text, Job.seq) if args.text else synthetic(args.seed),
+    job = Job(
+        corpus,
         steps=args.steps,
         rows=args.rows,
         seed=args.seed,
@@ -66,3 +84,5 @@ def make_job(args: argparse.Namespace) -> Job:
         resume=args.resume,
         inject_nan=(args.inject_nan, args.world_size - 1) if args.inject_nan else None,
     )
+    Batches(corpus.train, job.rows_of(args.world_size), job.seq, job.seed)  # raises if there are too many rows
+    return job

@@ -1,6 +1,7 @@
 """`--operate` and `--inject`: the demonstration's run again, with nobody watching; and what is claimed of it."""
 
 import argparse
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ from operate import Operations, check, operate
 from ranks import run_ranks  # 76
 from train import train
 
+MINUTES = 10.0  # between two checkpoints, at most
 AUTO = Path("auto")  # --resume auto: from the newest checkpoint, if there is one
 
 
@@ -23,9 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=demo.positive, metavar="K", help="so operated: a checkpoint every K steps (5; --real: 100)"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="T", help="and when the last is T minutes old (10)"
-    )
+    parser.add_argument("--minutes", type=_minutes, metavar="T", help="and when the last is T minutes old (10)")
     parser.add_argument(
         "--inject",
         type=_drill,
@@ -41,6 +41,13 @@ def _drill(text: str):
         return parse_drill(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
+    return minutes
 
 
 def demonstrate(args: argparse.Namespace, job: Job) -> int:

@@ -1,12 +1,13 @@
 """Which checkpoints a run has: when the next is due, which are kept, and going back to one of them."""
 
+import re
 import time
 from pathlib import Path
 
 from asyncsave import AsyncSaver  # 80
 from checkpoint import save_shard  # 80
 from comm import TorchComm  # 76
-from manifest import MANIFEST, CheckpointError  # 80
+from manifest import MANIFEST, CheckpointError, read_manifest  # 80
 from publish import DELETED  # 80
 from rotation import complete_checkpoints, rotate_checkpoints  # 80
 from storage import DISK  # 80
@@ -76,7 +77,19 @@ class Checkpoints:
         strange = [str(folder) for position, folder in found if folder != self.path(position)]
         if strange:
             raise CheckpointError(f"{', '.join(strange)}: not named as checkpoints of a run are: step_<n>")
-        return [position for position, _ in found]
+        positions = [position for position, _ in found]
+        self._refuse_damage(newer_than=max(positions, default=-1))
+        return positions
+
+    def _refuse_damage(self, newer_than: int) -> None:
+        """No crash leaves a manifest that does not hold (lesson 80). To go on from an older checkpoint loses work."""
+        for name in DISK.names(self.folder):
+            found = re.fullmatch(r"step_(\d+)", name, re.ASCII)
+            if found and int(found[1]) > newer_than and DISK.kind(self.folder / name / MANIFEST)[0] == "file":
+                try:
+                    read_manifest(self.folder / name).check_files(self.folder / name, DISK)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{error} (to go on from an older checkpoint, move this one away)") from None
 
     def _rotate(self) -> None:
         """Delete the oldest. No save may be under way: half a checkpoint looks like one that is half deleted."""

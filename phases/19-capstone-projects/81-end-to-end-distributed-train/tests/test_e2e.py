@@ -581,5 +581,47 @@ class TestBench(unittest.TestCase):
         self.assertEqual(e2e_bench.TARGETS, {e2e_bench.TEN_MILLION: {e2e_bench.DEFAULT: 1.3, e2e_bench.TUNED: 1.1}})
 
 
+class TestFlags(unittest.TestCase):
+    """A flag that would be left out is an error, which says what it needs."""
+
+    def refusal(self, *flags) -> str:
+        out = io.StringIO()
+        with mock.patch.object(sys, "argv", ["main.py", *flags]), mock.patch("sys.stderr", out):
+            with self.assertRaises(SystemExit) as ended:
+                e2e_options.parse_arguments("A test.")
+        self.assertEqual(ended.exception.code, 2)
+        return out.getvalue()
+
+    def test_what_does_not_go_together(self):
+        for flags, message in {
+            ("--operate", "--resume", "x"): "an operated run finds its checkpoints itself: --resume auto",
+            ("--inject", "nan@3", "--inject-nan", "4"): "the drill of an operated run is --inject nan@4",
+            ("--real", "--inject-nan", "4"): "the drill of an operated run is --inject nan@4",
+            ("--bench", "--inject", "nan@3"): "--operate, --inject and --real are not for --bench or --ladder",
+            ("--ladder", "--operate"): "--operate, --inject and --real are not for --bench or --ladder",
+            ("--resume", "auto"): "--resume auto needs --operate; the core run needs the folder of a checkpoint",
+            ("--every", "3"): "--every and --minutes need --operate",
+            ("--minutes", "3"): "--every and --minutes need --operate",
+            ("--real", "--text", "x"): "--real has a text of its own",
+            ("--size", "tiny"): "--size needs --bench",
+        }.items():
+            self.assertIn(f"error: {message}", self.refusal(*flags))
+
+    def test_minutes(self):
+        for minutes in ("0", "-1", "nan", "inf", "soon"):
+            self.assertIn("error: argument --minutes: ", self.refusal("--operate", "--minutes", minutes))
+
+    def test_what_is_meant_where_nothing_is_said(self):
+        for flags, expected in {
+            (): (20, 5, 10.0),
+            ("--operate", "--every", "3", "--minutes", "0.5"): (20, 3, 0.5),
+            ("--real",): (300, 100, 10.0),
+            ("--text", "x"): (200, 5, 10.0),
+        }.items():
+            with mock.patch.object(sys, "argv", ["main.py", *flags]):
+                args = e2e_options.parse_arguments("A test.")
+            self.assertEqual((args.steps, args.every, args.minutes), expected)
+
+
 if __name__ == "__main__":
     unittest.main()

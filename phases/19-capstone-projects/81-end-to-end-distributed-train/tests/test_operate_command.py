@@ -38,6 +38,7 @@ class TestOperatedCommand(unittest.TestCase):
             "bad drill": [*main, "--inject", "fire@3"],
             "too late": [*main, "--inject", "nan@21"],
             "bad resume": [*main, "--operate", "--resume", "some/folder"],
+            "too many rows": [*main, "--rows", "3000"],
             "bad minutes": [*main, "--operate", "--minutes", "0"],
         }
         second = {
@@ -131,7 +132,8 @@ class TestOperatedCommand(unittest.TestCase):
             ("bad drill", 2, "expected spike, nan, kill or sigterm, @STEP, and a :RANK if one, got 'fire@3'"),
             ("too late", 1, "stopped: nan@21: there are only 20 steps"),
             ("bad resume", 2, "an operated run finds its checkpoints itself: --resume auto"),
-            ("bad minutes", 1, "stopped: checkpoint_every_minutes must be a positive number of seconds, got 0.0"),
+            ("bad minutes", 2, "argument --minutes: expected a number of minutes above 0, got '0'"),
+            ("too many rows", 1, "stopped: 36000 tokens hold 2249 windows of 16: a batch needs 3000"),
         ]:
             self.assertEqual(self.first[name][0], code, self.first[name][1])
             self.assertIn(message, self.first[name][1])

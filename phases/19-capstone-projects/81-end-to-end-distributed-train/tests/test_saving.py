@@ -115,6 +115,25 @@ class TestCheckpoints(unittest.TestCase):
 
         self.assertEqual(VirtualCluster(RANKS).run(work), [True] * RANKS)
 
+    def test_damage_to_the_newest_is_no_reason_to_go_on_from_an_older_one(self):
+        self.run_ranks(lambda checkpoints, comm: self.save(checkpoints, comm, 4, 8), keep_last=5)
+        manifest, shard = self.folder / "step_8" / MANIFEST, self.folder / "step_8" / "rank1.bin"
+
+        def work(mesh):
+            with self.assertRaisesRegex(CheckpointError, r"step_8.*\(to go on from an older checkpoint, move this"):
+                Checkpoints(self.folder, MeshComm(mesh))
+            return True
+
+        for path, content in [(manifest, b"{"), (manifest, b'{"format": 0}'), (shard, b"short"), (shard, None)]:
+            with self.subTest(path=path.name, content=content):
+                before = path.read_bytes()
+                path.unlink() if content is None else path.write_bytes(content)
+                self.assertEqual(VirtualCluster(RANKS).run(work), [True] * RANKS)
+                path.write_bytes(before)
+        for name in (MANIFEST, "rank0.bin"):  # damage to one that is not the newest does not stop the run
+            (self.folder / "step_4" / name).write_bytes(b"{")
+            self.assertEqual(self.run_ranks(lambda checkpoints, comm: checkpoints.positions), [[8]] * RANKS)
+
     def test_a_folder_that_cannot_be_made_is_too(self):
         self.folder.parent.parent.mkdir(exist_ok=True)
         self.folder.parent.write_text("a file")

@@ -149,6 +149,14 @@ class TestRecovery(unittest.TestCase):
         self.assertEqual(run.rollbacks, [(13, 11), (13, 11)])
         self.assertEqual(run.taken, [*range(1, 12), *range(14, 31)])
 
+    def test_the_row_of_several_faults_ends_beyond_the_last_of_them(self):
+        recovery = Recovery()
+        self.assertEqual(recovery.back_to(17, [0, 10], SpikeError()), 10)
+        self.assertEqual(recovery.back_to(12, [0, 10], SpikeError()), 10)
+        for position, failed in ((11, [17, 12]), (12, [17, 12]), (16, [17, 12]), (17, [])):
+            recovery.saved(position)
+            self.assertEqual(recovery.failed, failed)
+
     def test_what_never_ends_is_an_error(self):
         for most in (0, 1, 4):
             seen = []
