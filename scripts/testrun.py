@@ -1,12 +1,12 @@
 """Run each folder of tests in a process of its own, and say at the end how it went."""
 
 import re
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import sessions
 
 _RAN = re.compile(r"^Ran (\d+) tests? in ", re.MULTILINE)
 _SKIPPED = re.compile(r"\bskipped=(\d+)")
@@ -36,32 +36,19 @@ def run_tests(name: str, folder: Path, deadline: float) -> Outcome:
     """`python -m unittest discover -s folder`, its output passed on as it comes, killed after `deadline` seconds."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "unittest", "discover", "-s", str(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
-    kept: list[bytes] = []
+    exit_code, text = sessions.run(command, Path.cwd(), deadline, _pass_on)
+    return Outcome(name, *counts(text), time.monotonic() - begin, exit_code)
 
-    def pass_on() -> None:
-        for line in process.stderr:
-            kept.append(line)
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
 
-    # A thread, because a process that a test left behind may hold the pipe open after the runner has ended.
-    reader = threading.Thread(target=pass_on, daemon=True)
-    reader.start()
-    try:
-        exit_code = process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        exit_code = None
-    finally:
-        process.kill()
-        process.wait()
-    reader.join(timeout=5)
-    if not reader.is_alive():
-        process.stderr.close()
-    text = b"".join(kept).decode(errors="replace")
-    ran, skipped = _RAN.findall(text), _SKIPPED.findall(text)
-    seconds = time.monotonic() - begin
-    return Outcome(name, int(ran[-1]) if ran else 0, int(skipped[-1]) if skipped else 0, seconds, exit_code)
+def counts(output: str) -> tuple[int, int]:
+    """(tests that ran, skipped ones among them), as unittest's last lines say."""
+    ran, skipped = (sum(map(int, pattern.findall(output)[-1:])) for pattern in (_RAN, _SKIPPED))
+    return ran, skipped
+
+
+def _pass_on(line: str) -> None:
+    sys.stderr.write(line)
+    sys.stderr.flush()
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import sessions
+from testrun import counts
 
-_RAN = re.compile(r"^Ran (\d+) tests? in ", re.MULTILINE)
-_SKIPPED = re.compile(r"\bskipped=(\d+)")
 _BLOCK = re.compile(r"^={70}\n(?:FAIL|ERROR): (.+)\n(?:.+\n)*?-{70}\n", re.MULTILINE)
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(:|$)")
 KEPT = 400_000  # bytes of output that are looked at: the first half and the last
@@ -57,8 +56,7 @@ def judge(
     seconds = time.monotonic() - begin
     if code is None:
         return Verdict("timed out", seconds, "", _where(text, deadline), text)
-    ran = sum(map(int, _RAN.findall(text)[-1:]))
-    skipped = sum(map(int, _SKIPPED.findall(text)[-1:]))
+    ran, skipped = counts(text)
     if code == 0 and ran > skipped:
         return Verdict("passed", seconds, output=text)
     if code == 0 and ran:

@@ -41,7 +41,7 @@ def decode(data: bytes) -> str:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
     except SyntaxError as error:
-        raise GraftError(f"no Python source: {error.msg}", error.lineno or 1) from None
+        raise GraftError(f"no Python source: {error.msg}; save the file as UTF-8", error.lineno or 1) from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise GraftError(f"byte {error.start} is not {error.encoding}: save the file as UTF-8", line) from None

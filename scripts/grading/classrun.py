@@ -19,7 +19,7 @@ from grading.overrides import Override
 from grading.submissions import Class, Work
 from inputs import json_text, make_folder, write_output
 
-FORMAT = 2
+FORMAT = 3
 Tell = Callable[[dict[str, Any], bool], None]
 
 

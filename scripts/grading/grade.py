@@ -21,6 +21,7 @@ from grading.beside import modules_beside
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
 from grading.submissions import Work, find_module
+from grading.untaken import untaken
 from lessons import Lesson
 
 STATUSES = ("correct", "incorrect", "not attempted", "blocked", "error")
@@ -83,8 +84,15 @@ def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
         return Result(exercise.id, "blocked", 0, exercise.points, str(blocked), evidence)
     verdict = judge.judge(exercise, {module: cut.grafted for module, cut in cuts.items()})
     result = _result(exercise, verdict, list(cuts.values()))
+    if result.status == "incorrect" and (kept := _untaken(judge, exercise, cuts)):
+        result.reason += f" (with the lesson's own {', '.join(kept)}, not with yours)"
     result.published = all(cut.grafted == judge.layout.source(module) for module, cut in cuts.items())
     return result
+
+
+def _untaken(judge: Judge, exercise: Exercise, cuts: dict[str, Cut]) -> list[str]:
+    parts = exercise.by_module.items()
+    return [name for module, names in parts for name in untaken(judge.layout.source(module), cuts[module].text, names)]
 
 
 def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import sessions
 from grading import runner
 from grading.limits import Limits, environment
 from grading.records import Channel
@@ -49,6 +50,7 @@ class Plain:
             except subprocess.TimeoutExpired:
                 reason = "deadline"
             finally:
+                sessions.end(process.pid, alive=process.poll() is None)
                 process.kill()
                 process.wait()
         return Ended(

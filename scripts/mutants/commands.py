@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import sessions
 from faults import UserError
 from lessons import Course
-import sessions
 from mutants import demonstration, proof
 from mutants.model import chosen
 from testrun import table
@@ -80,6 +80,8 @@ def _report(judged: list[proof.Judged], as_json: bool) -> int:
         by = each.mutant.caught_by if each.rejected else "NOT REJECTED"
         rows.append([each.lesson.number, each.mutant.id, each.mutant.exercise, by, _short(each)])
     print(table(["no", "mutant", "exercise", "rejected by", "how"], rows))
+    for each in survivors:
+        print(f"\nNOT REJECTED: {each.lesson.number} {each.mutant.id}: {each.fault or each.finding.text.strip()}")
     print(f"\n{len(judged) - len(survivors)} of {len(judged)} wrong answers are rejected")
     return 1 if survivors else 0
 

@@ -4,8 +4,8 @@ import difflib
 import sys
 from pathlib import Path
 
-from lessons import Course, Lesson
 import sessions
+from lessons import Course, Lesson
 from mutants.model import Mutant, code_file
 from mutants.proof import DEADLINE, copied, run_tests
 

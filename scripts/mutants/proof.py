@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lessons import Course, Lesson
 import sessions
+from lessons import Course, Lesson
 from mutants import process
 from mutants.model import Mutant, code_file, mutate
 

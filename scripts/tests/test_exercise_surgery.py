@@ -282,6 +282,7 @@ class TestGraft(unittest.TestCase):
             (b"\n\ndef work(x)\n    return 1\n", "line 3: not Python: expected ':'"),
             (b"def work(x):\n    return '\xff'\n", "line 2: byte .* is not utf-8"),
             (b"# coding: nonsense\ndef work(x): pass\n", "line 1: no Python source: unknown encoding"),
+            ("def work(x): pass\n".encode("utf-16"), "line 1: no Python source: .*; save the file as UTF-8"),
             (b"def work(x): return '\0'\n", "not Python"),
             (b"work = 1\n", "line 1: work is no function"),
             (b"", "no function work"),

@@ -147,6 +147,15 @@ class TestClass(Grading):
         self.assertEqual(self.statuses("s4"), ["incorrect", "correct"])
         self.assertIn("No module named 'spokes'", self.text("out/s4/report.md"))
 
+    def test_what_the_student_changed_elsewhere_is_not_taken_and_that_is_said(self):
+        text = RINGS.replace(RIGHT, "return ring[steps % HOURS :] + ring[:1]").replace("HOURS = 12", "HOURS = 3")
+        self.put("in/s1/code/rings.py", text.replace("fmod(distance, self.size)", "fmod(distance, 3)"))
+        self.assertEqual(self.grade("--only", "s1"), 0, self.out)
+        self.assertEqual(self.statuses("s1"), ["incorrect", "incorrect"])
+        reasons = [item["reason"] for item in self.report("s1")["exercises"]]
+        self.assertEqual(reasons[0], "a test failed (with the lesson's own HOURS, not with yours)")
+        self.assertEqual(reasons[1], "a test failed")
+
     def test_what_cannot_be_judged_is_open_and_the_exit_code_says_so(self):
         self.replace(f"{self.WHEELS}/tests/test_wheel.py", "Wheel(4).rest(6), 2", "Wheel(4).rest(6), 9")
         self.assertEqual(self.grade(), 1)
