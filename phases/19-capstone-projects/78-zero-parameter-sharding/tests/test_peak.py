@@ -63,8 +63,19 @@ class TestPrediction(unittest.TestCase):
                 ("L root", shards, 8 + 16 + 8 + 8),
             ],
         )
-        whole = [params for _, params, _ in step_moments(chain, 2, 2)]
-        self.assertEqual(set(whole), {4 * 14})
+        moments = step_moments(chain, 2, 2)  # whole parameters; the first block leaves with its backward
+        self.assertEqual({params for _, params, _ in moments}, {4 * 14})
+        self.assertEqual(
+            [(moment, grads) for moment, _, grads in moments if grads],
+            [
+                ("B1", 4 + 16),
+                ("L1", 4 + 16 + 16),
+                ("B0", 4 + 8 + 32 + 16),
+                ("L0", 4 + 8 + 32 + 32),
+                ("B root", 8 + 16 + 8 + 32),
+                ("L root", 8 + 16 + 8 + 8),
+            ],
+        )
         self.assertEqual(peak_bytes(chain, 2, 3), 8 * 7 + (28 + 40) + 64)  # at "B root"
 
     def test_without_blocks_or_without_a_root(self):
