@@ -399,7 +399,9 @@ class TestBesideTorch(unittest.TestCase):
                 self.assertTrue(row["same"])
                 ours, theirs, ratio, low, high = row["times"]
                 self.assertTrue(ours > 0 and theirs > 0 and low <= ratio <= high)
-                self.assertTrue(all(0 <= bubble < 1 for bubble in row["bubbles"]))
+                bubble, low, high = row["measured"]
+                self.assertTrue(0 <= low <= bubble <= high < 1)
+                self.assertTrue(0 <= row["simulated"] < 1)
 
 
 if __name__ == "__main__":

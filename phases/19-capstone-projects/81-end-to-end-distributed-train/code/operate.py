@@ -111,9 +111,7 @@ class Run:
             return 0
         if not self.operations.resume:
             raise CheckpointError(f"{checkpoints.path(saved[-1])}: there is a checkpoint, and the run shall not resume")
-        if (
-            saved[-1] == self.job.steps
-        ):  # nothing is left to do; loaded all the same, if only to see that it is this job
+        if saved[-1] == self.job.steps:  # nothing is left to do; loaded all the same, to see that it is this job
             self.trainer.job = replace(self.job, steps=self.job.steps + 1)
         self.trainer.load(checkpoints.path(saved[-1]))
         return saved[-1]
