@@ -40,10 +40,10 @@ def bench(args) -> int:
         f"torch.distributed.pipelining beside ours: {n} ranks, M = {m}, {found['gpipe']['where']}, torch "
         f"{torch.__version__}; ratio > 1: ours is faster",
     )
-    rows = [[name, bubble_formula(name, n, m), row["simulated"], *row["measured"]] for name, row in found.items()]
+    bubbles = [(name, width, *each) for name, row in found.items() for width, each in row["bubbles"].items()]
     demo.table(
-        ["schedule", "formula", "simulated", "measured", "low", "high"],
-        rows,
+        ["schedule", "width", "formula", "simulated", "measured", "low", "high"],
+        [[name, width, bubble_formula(name, n, m), *each] for name, width, *each in bubbles],
         "Bubble, the median of many steps (formula: equal times; simulated: with each step's measured stage times)",
     )
     equal = "gradients have the same bits" if is_power_of_two(m) else "gradients are equal but for rounding"
@@ -54,43 +54,61 @@ def bench(args) -> int:
             row = Row(name, 0.0, ratio, low, high)
             claims.check(f"target: {name} at least {target} times as fast as torch's", *row.against(target))
     if args.backend == "nccl" or n <= (os.cpu_count() or 1):  # else stages share a core
-        for name, formula, _, *measured in rows[:2]:  # the others' formulas need F, B and W of equal length
-            gap, low, high = (bubble - formula for bubble in measured)
+        for name in ("gpipe", "1f1b"):  # the others' formulas need F, B and W of equal length
+            width, (_, *measured) = max(found[name]["bubbles"].items())  # the formula has no messages
+            gap, low, high = (bubble - bubble_formula(name, n, m) for bubble in measured)
             near = low <= GAP and high >= -GAP  # not all of the interval is outside
-            claim = f"{name}'s bubble is within {GAP} of the formula"
+            claim = f"width {width}: {name}'s bubble is within {GAP} of the formula"
             claims.check(claim, near, f"{gap:+.3f} ({low:+.3f} to {high:+.3f})")
     return claims.verdict("LESSON 79: BENCH")
 
 
-def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15, steps: int = 30, size=None) -> dict:
+def bench_worker(rank, world_size, microbatches: int, seed: int, pairs: int = 15, steps: int = 20, size=None) -> dict:
     """Return {schedule: what was found}: `same` (gradients are torch's), `times` (our milliseconds a step,
-    torch's, ratio, low, high), bubbles `simulated` (median) and `measured` (median, low, high), `where`. `size`: (rows
-    of a microbatch, width).
+    torch's, ratio, low, high), `bubbles` {width: (simulated, measured, low, high)}, `where`. `size`: (rows of a
+    microbatch, width).
     """
     comm = TorchComm()
     cpu = comm.device.type == "cpu"
     rows, width = size or ((64, 512) if cpu else (1024, 4096))
     where = "gloo" if cpu else f"nccl, {torch.cuda.get_device_name()}"
-    data = torch.randn(2, microbatches * rows, width, generator=torch.Generator().manual_seed(seed)).to(comm.device)
     found = {}
     for name in SCHEDULES:
-        pipeline = wide_pipeline(comm, name, microbatches, rows, width, seed)
-        ours = list(pipeline.stages.values())
-        theirs = [s.to(comm.device) for s in wide_stages(rank, stages_per_rank(name), width, seed)]
-        run_ours = _runner(ours, partial(pipeline.step, *(part.chunk(microbatches) for part in data)))
-        run_theirs = _runner(theirs, _their_step(comm, name, theirs, data, microbatches))
-        run_ours()
-        run_theirs()
-        grads = ([p.grad for stage in stages for p in stage.parameters()] for stages in (ours, theirs))
-        same = all(same_gradients(a, b, microbatches) for a, b in zip(*grads, strict=True))
-        contenders = {who: partial(slowest, run, comm, STEPS) for who, run in (("o", run_ours), ("t", run_theirs))}
-        own, torchs = compare(contenders, pairs)
-        timelines = measure_steps(pipeline, *(part.chunk(microbatches) for part in data), steps)
-        simulated = median_interval([predict(slots).bubble for slots in timelines])[0]
-        measured = median_interval([summarise(slots).bubble for slots in timelines])
-        times = [1e3 * own.seconds, 1e3 * torchs.seconds, torchs.ratio, torchs.low, torchs.high]
-        found[name] = {"same": same, "times": times, "simulated": simulated, "measured": measured, "where": where}
+        same, times = beside_torch(comm, name, microbatches, rows, width, seed, pairs)
+        bubbles = {wide: bubble(comm, name, microbatches, rows, wide, seed, steps) for wide in (width, 2 * width)}
+        found[name] = {"same": same, "times": times, "bubbles": bubbles, "where": where}
     return found
+
+
+def beside_torch(comm, name: str, microbatches: int, rows: int, width: int, seed: int, pairs: int) -> tuple:
+    """Return (are the gradients the same, [our milliseconds a step, torch's, ratio, low, high])."""
+    data = batch(comm, microbatches * rows, width, seed)
+    pipeline = wide_pipeline(comm, name, microbatches, rows, width, seed)
+    ours = list(pipeline.stages.values())
+    theirs = [s.to(comm.device) for s in wide_stages(comm.rank, stages_per_rank(name), width, seed)]
+    run_ours = _runner(ours, partial(pipeline.step, *(part.chunk(microbatches) for part in data)))
+    run_theirs = _runner(theirs, _their_step(comm, name, theirs, data, microbatches))
+    run_ours()
+    run_theirs()
+    grads = ([p.grad for stage in stages for p in stage.parameters()] for stages in (ours, theirs))
+    same = all(same_gradients(a, b, microbatches) for a, b in zip(*grads, strict=True))
+    contenders = {who: partial(slowest, run, comm, STEPS) for who, run in (("o", run_ours), ("t", run_theirs))}
+    own, torchs = compare(contenders, pairs)
+    return same, [1e3 * own.seconds, 1e3 * torchs.seconds, torchs.ratio, torchs.low, torchs.high]
+
+
+def bubble(comm, name: str, microbatches: int, rows: int, width: int, seed: int, steps: int) -> tuple:
+    """Return (simulated, measured, low, high): medians over `steps` steps, and the interval of the measured one."""
+    data = batch(comm, microbatches * rows, width, seed)
+    pipeline = wide_pipeline(comm, name, microbatches, rows, width, seed)
+    timelines = measure_steps(pipeline, *(part.chunk(microbatches) for part in data), steps)
+    simulated, measured = ([of(slots).bubble for slots in timelines] for of in (predict, summarise))
+    return median_interval(simulated)[0], *median_interval(measured)
+
+
+def batch(comm, rows: int, width: int, seed: int) -> torch.Tensor:
+    """Return inputs and targets, (2, rows, width)."""
+    return torch.randn(2, rows, width, generator=torch.Generator().manual_seed(seed)).to(comm.device)
 
 
 def is_power_of_two(number: int) -> bool:

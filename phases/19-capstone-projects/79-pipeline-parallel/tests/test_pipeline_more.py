@@ -399,9 +399,9 @@ class TestBesideTorch(unittest.TestCase):
                 self.assertTrue(row["same"])
                 ours, theirs, ratio, low, high = row["times"]
                 self.assertTrue(ours > 0 and theirs > 0 and low <= ratio <= high)
-                bubble, low, high = row["measured"]
-                self.assertTrue(0 <= low <= bubble <= high < 1)
-                self.assertTrue(0 <= row["simulated"] < 1)
+                self.assertEqual(list(row["bubbles"]), [8, 16])
+                for simulated, measured, low, high in row["bubbles"].values():
+                    self.assertTrue(0 <= low <= measured <= high < 1 and 0 <= simulated < 1)
 
 
 if __name__ == "__main__":
