@@ -24,7 +24,7 @@ from module_watch import ModuleWatch
 from optimizer_base import OptimizerBase, hooked_step
 from overlap import cap_bytes
 from routes import gather_from_shards
-from shard import Shard, build_units
+from shard import Shard, build_units, row_norms
 from torch import nn
 from torch.autograd.graph import increment_version
 
@@ -158,7 +158,7 @@ class ZeroOptimizer(OptimizerBase):
             raise ValueError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r}, {norm_type!r}")
         settings = self._settings()
         self.reduce_gradients()
-        norms = torch.stack([torch.linalg.vector_norm(s.grad, norm_type, dtype=s.master.dtype) for s in self.shards])
+        norms = torch.cat([row_norms(shard.grad, norm_type, shard.master.dtype) for shard in self.shards])
         if norm_type == float("inf"):
             total = self.agreement.reduce(norms.max(), "max", settings)
         else:
