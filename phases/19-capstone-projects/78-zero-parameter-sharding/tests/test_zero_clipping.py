@@ -30,7 +30,7 @@ class TestClippingUnits(unittest.TestCase):
                     torch.testing.assert_close(norm, torch.linalg.vector_norm(mean, norm_type))
 
     def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(self):
-        """One sum of 4 million squares is off by 1e-4 on a CPU, and so would be every clipped gradient."""
+        """One sum of 4 million squares is off by 1e-4 on a CPU, and so would be what is clipped."""
         size = 1 << 23
 
         def rank(comm, norm_type):
