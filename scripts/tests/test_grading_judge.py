@@ -196,6 +196,18 @@ class TestSomebodyElse(Verdicts):
         self.assertIn("files of the laid out lesson are changed from outside", verdict.reason)
 
 
+class TestTorch(GradedCourse):
+    """Lessons whose tests use PyTorch."""
+
+    def test_what_torch_itself_replaces_is_no_trick(self):
+        uses = "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).zero_grad()"  # imports torch._dynamo
+        tests = TESTS.replace("import sys\n", "import sys\nimport torch\n", 1)
+        tests = tests.replace("def test_by_one(self):\n", f"def test_by_one(self):\n        {uses}\n")
+        self.put(f"{self.WHEELS}/tests/test_wheel.py", tests)
+        (verdict,) = self.judge_all(["return [*ring[steps:], *ring[:steps]]"])
+        self.assertEqual(verdict.status, "correct", verdict.reason)
+
+
 class TestRecords(unittest.TestCase):
     """What is a proof, and what is not."""
 
