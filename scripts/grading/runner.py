@@ -42,10 +42,11 @@ def perform(request: Request, folder: Path, channel: Channel) -> None:
     """Run all of it in this process. `folder` is the private folder; the lesson is copied into it."""
     write = Writer(channel.records, channel.nonce)
     write("loading")
-    shutil.copytree(request.source, folder, dirs_exist_ok=True)
-    for path, text in request.changed.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+    try:
+        lay_out(request, folder)
+    except OSError as error:  # a full disk, say: no line of what was handed in was at work
+        write("fail", test=LOADING, **describe(error, folder))
+        return
     os.chdir(folder / request.tests)
     importlib.invalidate_caches()
     sys.modules["__main__"] = types.ModuleType("__main__")  # what multiprocessing's spawn would start again
@@ -64,6 +65,14 @@ def perform(request: Request, folder: Path, channel: Channel) -> None:
     recorder.failfast = True
     unittest.TestSuite(tests).run(recorder)
     write("finished")
+
+
+def lay_out(request: Request, folder: Path) -> None:
+    """The lesson's files in the private folder, the changed ones among them."""
+    shutil.copytree(request.source, folder, dirs_exist_ok=True)
+    for path, text in request.changed.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
 
 
 class Watch:

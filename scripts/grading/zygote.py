@@ -120,25 +120,27 @@ def serve(descriptor: int) -> None:
             buffer += data
             if buffer.endswith(b"\n"):  # one request at a time: nothing follows it before the answer
                 ended = answer(json.loads(buffer), connection)
-                connection.sendall(json.dumps(dataclasses.asdict(ended)).encode() + b"\n")
                 if ended.reason == "cancelled":
-                    return
+                    return  # nobody waits for an answer
+                connection.sendall(json.dumps(dataclasses.asdict(ended)).encode() + b"\n")
                 buffer = b""
 
 
 def answer(value: dict, connection: socket.socket) -> sandbox.Ended:
-    """Perform one request in a fresh folder."""
+    """Perform one request in a fresh folder. What this machine refuses (a full disk, say) is no run: "setup"."""
     request, folder = runner.Request(**value["request"]), Path(value["folder"])
     limits, isolation = Limits(**value["limits"]), Isolation(**value["isolation"])
     limits = dataclasses.replace(limits, test_seconds=request.test_seconds, run_seconds=request.run_seconds)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
 
     def body(channel: sandbox.Channel) -> None:
         runner.perform(request, folder, channel)
 
     try:
+        folder.mkdir()
         return sandbox.run(body, folder, limits, isolation, connection.fileno())
+    except OSError as error:
+        return sandbox.Ended("setup", detail=f"{type(error).__name__}: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from grading import records
 from grading.isolation import NONE, Isolation
-from grading.judge import Judge
+from grading.judge import Judge, Verdict
 from grading_course import LIMITS, RIGHT, RINGS, TESTS, GradedCourse
 from lessons import Course
 
@@ -194,6 +194,37 @@ class TestSomebodyElse(Verdicts):
         verdict = self.damaged(9)
         self.assertEqual(verdict.status, "error")
         self.assertIn("files of the laid out lesson are changed from outside", verdict.reason)
+
+
+class TestMachine(Verdicts):
+    """What the machine refuses in the middle of a class is nobody's wrong answer."""
+
+    def verdict(self, spoil) -> Verdict:
+        with Judge(self.graded, self.lesson, LIMITS) as judge:
+            exercise = self.exercise("turn")
+            self.assertEqual(judge.judge(exercise, {}).status, "correct")
+            spoil(judge)
+            return judge.judge(exercise, {"rings": RINGS.replace(RIGHT, "return [*ring[steps:], *ring[:steps]]")})
+
+    @unittest.skipUnless(LINUX, "plain processes elsewhere")
+    def test_no_private_folder(self):
+        def spoil(judge):
+            home = judge._process().folder.parent
+            home.rmdir()
+            home.write_text("")
+
+        verdict = self.verdict(spoil)
+        self.assertEqual(verdict.status, "error", verdict)
+        self.assertIn("the run could not be started: NotADirectoryError", verdict.reason)
+
+    def test_the_lesson_cannot_be_copied(self):
+        def spoil(judge):
+            perform = judge._perform
+            judge._perform = lambda request: perform(replace(request, source=f"{request.source}/nothing"))
+
+        verdict = self.verdict(spoil)
+        self.assertEqual(verdict.status, "error", verdict)
+        self.assertIn("FileNotFoundError", verdict.reason)
 
 
 class TestTorch(GradedCourse):
