@@ -1,6 +1,7 @@
 """The course's one command line. What instructors use is in packages: each registers its own commands."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from testrun import run_tests, summary, table
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 1800.0  # seconds for the tests of one lesson
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # a full disk, and folders that others own
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -186,7 +188,7 @@ def write_catalog(course: Course, args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 2 if the command line is wrong or names an unknown lesson."""
+    """Run one command; 2 if the command line is wrong, names an unknown lesson, or the system refuses a file."""
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = build_parser()
@@ -198,6 +200,12 @@ def main(argv: list[str] | None = None) -> int:
         return args.action(Course(args.root), args)
     except UserError as error:
         print(f"course: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"course: {where}{error.strerror}", file=sys.stderr)
         return 2
 
 

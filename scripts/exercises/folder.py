@@ -116,7 +116,10 @@ def check_free(course: Course, folder: Path) -> None:
 
 
 def write_folder(folder: Path, files: Files) -> None:
-    """Write all files into a folder that is new or empty."""
+    """Write all files into a folder that is new or empty. UserError, with the file, if the system refuses one."""
     for path, data in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data)
+        try:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        except OSError as error:
+            raise UserError(f"{folder / path}: {error.strerror or error}") from error

@@ -1,3 +1,6 @@
+import contextlib
+import errno
+import io
 import json
 import os
 import subprocess
@@ -5,10 +8,12 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 from fake_course import FakeCourse
 
 import catalog
+import course
 from jsonpos import Located
 from lessons import Course, UnknownLesson
 
@@ -47,6 +52,16 @@ class TestList(CommandLine):
         lines = self.course("list").stdout.splitlines()
         self.assertEqual([line.split()[0] for line in lines[1:]], ["01", "02"])
         self.assertEqual(lines[2].split()[1:], ["?", "?", "0/0/0", "0", self.CARTS])
+
+
+class TestSystem(CommandLine):
+    def test_a_full_disk_is_no_traceback_and_a_fault_of_the_code_is_one(self):
+        full, fault = OSError(errno.ENOSPC, "No space left on device", "table"), OSError(errno.EBADF, "Bad file")
+        told = io.StringIO()
+        with mock.patch.object(course, "list_lessons", side_effect=[full, fault]), contextlib.redirect_stderr(told):
+            self.assertEqual(course.main(["--root", str(self.root), "list"]), 2)
+            self.assertRaises(OSError, course.main, ["--root", str(self.root), "list"])
+        self.assertEqual(told.getvalue(), "course: table: No space left on device\n")
 
 
 class TestRun(CommandLine):

@@ -144,6 +144,7 @@ class TestStart(Learner):
         self.assertEqual({path: path.read_bytes() for path in self.mine.rglob("*") if path.is_file()}, before)
         (self.work / "file").write_text("x")
         self.assert_clear(self.course("start", "1", "file", folder=self.work), 2, "file is a file")
+        self.assert_clear(self.course("start", "1", "file/x", folder=self.work), 2, f"course: {Path('file', 'x')}")
         self.assert_clear(self.course("start", "1", "phases/x", folder=self.root), 2, "inside the course's own phases")
         (self.work / "empty").mkdir()
         self.assert_clear(self.course("start", "1", "empty", folder=self.work), 0, "lesson 01")
