@@ -10,6 +10,7 @@ from jsonpos import Located
 
 BOM = "\ufeff"
 LIMIT = 64 * 2**20  # bytes; what is larger is no roster, sheet or table
+os.umask(_UMASK := os.umask(0))  # asked once: it is read by setting it, and threads that write would meet
 
 
 def read_input(path: Path) -> str:
@@ -70,7 +71,7 @@ def write_output(path: Path, data: str | bytes, force: bool = False) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             if os.name == "posix":
-                os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for the owner alone
+                os.chmod(name, 0o666 & ~_UMASK)  # mkstemp's files are for the owner alone
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
@@ -90,9 +91,3 @@ def make_folder(path: Path) -> None:
 def json_text(value: object) -> str:
     """JSON as all commands print and write it. NaN is refused: it is no JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
