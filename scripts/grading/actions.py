@@ -29,7 +29,7 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
     if not exercises:
         raise UserError(f"lesson {lesson.number} has no exercises: there is nothing to grade")
     check_jobs(args.jobs)
-    check_out(args.out, args.resume)
+    check_out(args.out, args.resume, lesson.id)
     of = read_class(args.submissions, read_roster(args.roster) if args.roster else None)
     works = of.only(args.only) if args.only else of.works
     overrides = read_overrides(args.overrides, of, exercises) if args.overrides else {}

@@ -1,5 +1,6 @@
 """Grade a class: some students at a time, each report written when it is done, so that an interruption loses little."""
 
+import contextlib
 import hashlib
 import json
 import shlex
@@ -64,8 +65,10 @@ class ClassRun:
         folders = self._folders()
         for work in self.of.works if self.resume else ():
             if work.student.id not in known:
-                kept = self._kept(self.out / folders[work.student.id], work)
-                known |= {} if kept is None else {work.student.id: self._report(work, kept)}
+                folder = self.out / folders[work.student.id]
+                if (kept := self._kept(folder, work)) is not None:
+                    known[work.student.id] = self._report(work, kept)
+                    self._write(folder, known[work.student.id])  # overrides may have changed
         return [known[work.student.id] for work in self.of.works if work.student.id in known]
 
     def write_class(self, done: list[dict[str, Any]]) -> None:
@@ -140,9 +143,15 @@ class ClassRun:
         write_output(folder / "report.json", json_text(report), force=True)  # last: --resume goes by it
 
 
-def check_out(out: Path, resume: bool) -> None:
-    """UserError unless reports may be written there."""
+def check_out(out: Path, resume: bool, lesson: str) -> None:
+    """UserError unless reports on this lesson may be written there."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file; a folder for the reports is expected")
     if out.is_dir() and any(out.iterdir()) and not resume:
         raise UserError(f"{out} is not empty: --resume goes on with it, or name a new folder")
+    for file in sorted(out.glob("*/report.json")):
+        other = lesson
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # what is no report is written anew
+            other = json.loads(file.read_bytes())["lesson"]
+        if other != lesson:
+            raise UserError(f"{file}: a report on {other}; a folder for reports on {lesson} is expected")

@@ -7,6 +7,7 @@ from csvfile import read_table
 from exercises.model import Exercise
 from faults import UserError
 from grading.submissions import Class
+from quizzes.gradebook import number
 from shapes import shown
 
 COLUMNS = ("student", "exercise", "points", "reason")
@@ -48,15 +49,12 @@ def read_overrides(path: Path, of: Class, exercises: list[Exercise]) -> dict[tup
         value = _points(points, known[exercise])
         if value is None:
             raise table.fault(row.line, f"points are {shown(points)}; a number from 0 to {known[exercise].points}")
-        found[key] = Override(works[0].student.id, exercise, value, reason)
+        found[key] = Override(works[0].student.id, exercise, value, " ".join(reason.split()))
     return found
 
 
 def _points(text: str, exercise: Exercise) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
+    value = number(text)
+    if value is None or value > exercise.points:
         return None
-    if not 0 <= value <= exercise.points:  # NaN is neither
-        return None
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) else float(value)

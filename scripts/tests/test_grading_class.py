@@ -175,12 +175,27 @@ class TestOverrides(Grading):
         self.assertEqual(self.grade("--resume"), 0)
         self.assertEqual((self.report("s1")["points"], self.report("s2")["points"]), (8, 5))
 
+    def test_as_a_spreadsheet_elsewhere_writes_it(self):
+        self.put("o.csv", 'student;exercise;points;reason\ns2;turn;2,5;"nearly,\nI | think"\n')
+        self.assertEqual(self.grade("--overrides", str(self.root / "o.csv"), "--only", "s2"), 0, self.err)
+        self.assertEqual(self.report("s2")["points"], 7.5)
+        self.assertIn("| 2.5 / 3 | 3 | set by hand: nearly, I / think |\n", self.text("out/s2/report.md"))
+
+    def test_with_one_student_again_reports_and_tables_still_agree(self):
+        self.put("o.csv", "student,exercise,points,reason\ns2,turn,2,nearly\n")
+        self.assertEqual(self.grade("--overrides", str(self.root / "o.csv")), 0)
+        self.assertEqual(self.grade("--resume", "--only", "s1"), 0)
+        rows = list(csv.DictReader(self.text("out/class.csv").splitlines()))
+        self.assertEqual((rows[1]["points"], self.report("s2")["points"]), ("5", 5))
+
     def test_faults_have_file_and_line(self):
         for line, message in (
             ("s9,turn,1,x", "no student"),
             ("s1,spin,1,x", "no exercise"),
             ("s1,turn,4,x", "a number from 0 to 3"),
             ("s1,turn,nan,x", "a number from 0 to 3"),
+            ("s1,turn,-1,x", "a number from 0 to 3"),
+            ("s1,turn,0_1,x", "a number from 0 to 3"),
             ("s1,turn,1,", "the reason is empty"),
             ("s1,turn,1,x\nAnna Lee,turn,2,y", "a second override"),
         ):
@@ -207,6 +222,11 @@ class TestResume(Grading):
         self.replace(path, "Wheel(4).rest(6), 9", "Wheel(4).rest(6), 2")
         self.assertEqual(self.grade("--resume"), 0)
         self.assertEqual(self.report("s2")["points"], 5)
+
+    def test_reports_on_another_lesson_are_not_replaced(self):
+        self.put("out/s1/report.json", '{"lesson": "79-other"}')
+        self.assertEqual(self.grade("--resume"), 2)
+        self.assertRegex(self.err, r"s1.report\.json: a report on 79-other; a folder for reports on 01-wheels is")
 
     def test_a_half_written_report_is_run_again(self):
         self.put("out/s1/report.json", '{"key": 1')
