@@ -45,6 +45,8 @@ def decode(data: bytes) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise GraftError(f"byte {error.start} is not {error.encoding}: save the file as UTF-8", line) from None
+    if "\0" in text:
+        raise GraftError("not Python: it holds a NUL character", text.count("\n", 0, text.index("\0")) + 1)
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 

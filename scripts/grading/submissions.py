@@ -12,6 +12,7 @@ from grading.platforms import Handed, split, squashed
 from lessons import Lesson
 from roster import Roster, Student
 
+_SPELLED = str.maketrans({"ł": "l", "ø": "o", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "\u0131": "i"})
 _LESSON = re.compile(r"^\d\d-[a-z0-9-]+$")
 
 
@@ -93,8 +94,9 @@ def match(handed: Handed, roster: Roster | None) -> tuple[Student | None, str]:
 
 
 def _plain(text: str) -> str:
-    """Without accents."""
-    return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    """Small, without accents; letters that are no other letter with an accent, as platforms spell them: luk for Łuk."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c))
+    return plain.translate(_SPELLED)
 
 
 def _spellings(name: str) -> set[str]:

@@ -283,7 +283,7 @@ class TestGraft(unittest.TestCase):
             (b"def work(x):\n    return '\xff'\n", "line 2: byte .* is not utf-8"),
             (b"# coding: nonsense\ndef work(x): pass\n", "line 1: no Python source: unknown encoding"),
             ("def work(x): pass\n".encode("utf-16"), "line 1: no Python source: .*; save the file as UTF-8"),
-            (b"def work(x): return '\0'\n", "not Python"),
+            (b"\ndef work(x): return '\0'\n", "line 2: not Python: it holds a NUL"),
             (b"work = 1\n", "line 1: work is no function"),
             (b"", "no function work"),
             (b"def work(x):\n\treturn 1\n        return 2\n", "line 3: not Python"),

@@ -76,6 +76,13 @@ class TestPlatforms(Folder):
         self.roster = read_roster(self.root / "roster.csv")
         self.assertEqual(self.handed(), {"2": {"rings.py": b"x"}})
 
+    def test_canvas_writes_names_without_accents(self):
+        for name, written in (("Zoë Łuk", "lukzoe"), ("Søren Æbel", "aebelsoren"), ("Jörg Weiß", "weissjorg")):
+            self.put("roster.csv", f"id,name\ns9,{name}\n")
+            self.roster = read_roster(self.root / "roster.csv")
+            self.put(f"{written}/{written}_5_9_rings.py", "x")
+            self.assertEqual(self.handed(written), {"s9": {"rings.py": b"x"}})
+
     def test_moodle(self):
         self.put("in/Anna Lee_991_assignsubmission_file_/rings.py", "a")
         self.put("in/JOSE NUNEZ_992_assignsubmission_file/deep/rings.py", "j")
