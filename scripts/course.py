@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import json
 import os
 import signal
@@ -196,6 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     args.passed_on = argv[cut + 1 :]
     if args.passed_on and args.command not in ("run", "break"):
         parser.error("only run and break pass anything on after --")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no command
     try:
         return args.action(Course(args.root), args)
     except UserError as error:

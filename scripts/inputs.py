@@ -62,9 +62,9 @@ def check_writable(path: Path, force: bool = False) -> None:
 
 
 def write_output(path: Path, data: str | bytes, force: bool = False) -> None:
-    """Write the whole file or nothing of it. Text is UTF-8, its line ends as they are."""
+    """Write the whole file or nothing of it. Text is UTF-8, its line ends as they are; half of a surrogate is escaped."""
     check_writable(path, force)
-    data = data.encode("utf-8") if isinstance(data, str) else data
+    data = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
         try:

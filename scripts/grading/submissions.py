@@ -29,7 +29,7 @@ class Work:
         """A hash of all that was handed in."""
         total = hashlib.sha256()
         for path, data in sorted(self.handed.files.items() if self.handed else ()):
-            total.update(f"{path}\0{hashlib.sha256(data).hexdigest()}\n".encode())
+            total.update(f"{path}\0{hashlib.sha256(data).hexdigest()}\n".encode(errors="backslashreplace"))
         return total.hexdigest()
 
 

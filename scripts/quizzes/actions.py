@@ -1,6 +1,5 @@
 """What each quiz command does with its arguments: read, work, write, print. Returns the exit code."""
 
-import io
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -40,7 +39,6 @@ def take_quiz(course: Course, args: Namespace) -> int:
             force = True  # from now on it is our own file
 
     out = sys.stderr if args.json else sys.stdout
-    _print_anything()
     finished = take(sheet, stages_of(args.stage), sys.stdin, out, keep)
     print(_score(sheet, args.stage), file=out)
     if args.json:
@@ -185,12 +183,5 @@ def _warn_of_formulas(texts: list[str]) -> None:
         print(f"note: a spreadsheet takes these for formulas: {', '.join(map(repr, found[:5]))}", file=sys.stderr)
 
 
-def _print_anything() -> None:
-    """A terminal whose encoding lacks a letter of a name shows its number instead; nothing ends for that."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _show(args: Namespace, value: Any, text: str) -> None:
-    _print_anything()
     print(json_text(value) if args.json else f"{text}\n", end="")

@@ -156,6 +156,20 @@ class TestClass(Grading):
         self.assertEqual(reasons[0], "a test failed (with the lesson's own HOURS, not with yours)")
         self.assertEqual(reasons[1], "a test failed")
 
+    def test_half_a_surrogate_in_a_message_ends_nothing(self):
+        self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, "raise ValueError('\u00d6 \\udc80')"))
+        self.assertEqual(self.grade("--only", "s2"), 0, self.err)
+        self.assertIn("\u00d6 \\udc80", self.text("out/s2/report.md"))
+        self.assertIn("\u00d6 \udc80", self.report("s2")["exercises"][0]["evidence"]["observed"])
+
+    @unittest.skipUnless(sys.platform == "linux", "elsewhere every file's name is Unicode")
+    def test_a_folder_whose_name_is_no_text(self):
+        self.put(os.fsdecode(b"in/M\xfcller/code/rings.py"), RINGS)
+        words = [sys.executable, course.__file__, "--root", str(self.root), "grade", "1", str(self.root / "in")]
+        run = subprocess.run([*words, "--out", str(self.root / "out")], capture_output=True, timeout=120)
+        self.assertEqual(run.returncode, 0, run.stderr)
+        self.assertIn(b"M\\udcfcller: 8 of 8", run.stdout)
+
     def test_what_cannot_be_judged_is_open_and_the_exit_code_says_so(self):
         self.replace(f"{self.WHEELS}/tests/test_wheel.py", "Wheel(4).rest(6), 2", "Wheel(4).rest(6), 9")
         self.assertEqual(self.grade(), 1)
