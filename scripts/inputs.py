@@ -62,7 +62,7 @@ def check_writable(path: Path, force: bool = False) -> None:
 
 
 def write_output(path: Path, data: str | bytes, force: bool = False) -> None:
-    """Write the whole file or nothing of it. Text is UTF-8, its line ends as they are; half of a surrogate is escaped."""
+    """Write the whole file or nothing of it. Text is UTF-8, line ends as they are, half a surrogate escaped."""
     check_writable(path, force)
     data = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
