@@ -28,7 +28,7 @@ def register(add: Callable) -> None:
     command.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: all, and the guides)")
     command.add_argument("--only", metavar="TEXT", help="only commands that contain this")
     command.add_argument("--list", action="store_true", help="only list the commands, and which cannot run here")
-    command.add_argument("--bench", action="store_true", help="also those that measure this machine (minutes each)")
+    command.add_argument("--bench", action="store_true", help="also those that take minutes, mostly to measure this machine")
     command.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one command")
     command.add_argument("--json", action="store_true", help="print faults and what was skipped as JSON")
 
@@ -65,7 +65,7 @@ def check_text(course: Course, text: Path, root: Path, args: argparse.Namespace,
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     for quoted in quoted_commands(Document(read_text(course.root / text) or "")):
         place = f"{text.as_posix()}:{quoted.line}"
-        why = quoted.skipped or ("measures this machine" if quoted.measures and not args.bench else None)
+        why = quoted.skipped or ("takes minutes (--bench)" if quoted.measures and not args.bench else None)
         if args.only and args.only not in quoted.command:
             continue
         if why or args.list:
