@@ -11,9 +11,10 @@ from memory import check_whole  # 78
 from mesh import must_agree  # 76
 from ranks import check_seconds  # 76
 from reports import Reports
-from saving import Checkpoints
+from saving import Checkpoints, alone_in
 from spike_guard import Recovery, SpikeError, SpikeGuard
 from stopping import StopSignals
+from team import Team  # 80
 from train import NonFiniteError, Trainer, digest
 
 
@@ -60,12 +61,14 @@ def operate(rank: int, world_size: int, job: Job, operations: Operations, comm=N
     them (none for steps left out); "rollbacks"; and "stopped", whether a signal ended the run early.
 
     Raises ValueError, before any communication, for a job that says itself when to save and resume, or for drills that
-    cannot be; on every rank CheckpointError, and SpikeError or NonFiniteError when rollbacks were no help.
+    cannot be; on every rank CheckpointError (another run is in the folder, say), and SpikeError or NonFiniteError when
+    rollbacks were no help.
     """
     check(job, operations, world_size)
     trainer = Trainer(job, rank, world_size, comm)
     must_agree(trainer.comm, "operations", operations.facts())  # on several nodes, command lines may differ
-    with StopSignals() as stop, Run(trainer, operations, clock) as run:
+    alone = alone_in(job.folder, Team.of_comm(trainer.comm))
+    with StopSignals() as stop, alone, Run(trainer, operations, clock) as run:
         while (step := run.next_step()) is not None:
             run.prepare(step, stop)
             try:

@@ -13,6 +13,8 @@ from job import Job
 from metrics import read_metrics
 from operate import Operations, check, operate
 from ranks import run_ranks  # 76
+from saving import alone_in
+from team import Team  # 80
 from train import train
 
 MINUTES = 10.0  # between two checkpoints, at most
@@ -87,9 +89,13 @@ def for_operation(job: Job, folder: Path) -> Job:
 
 
 def clear(args: argparse.Namespace, folder: Path) -> None:
-    """Delete what an earlier demonstration has left, unless this one goes on with it."""
+    """Delete what an earlier demonstration has left, unless this one goes on with it.
+
+    Raises CheckpointError if a run is going on there, OSError if something cannot be deleted.
+    """
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
-        shutil.rmtree(folder, ignore_errors=True)
+        with alone_in(folder / "checkpoints", Team.of_one_process(1)):
+            shutil.rmtree(folder)
 
 
 def show(log: dict, job: Job) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from asyncsave import AsyncSaver  # 80
@@ -10,7 +11,7 @@ from comm import TorchComm  # 76
 from manifest import MANIFEST, CheckpointError, read_manifest  # 80
 from publish import DELETED  # 80
 from rotation import complete_checkpoints, rotate_checkpoints  # 80
-from storage import DISK  # 80
+from storage import DISK, Storage  # 80
 from team import Team  # 80: all ranks, or none
 
 
@@ -96,6 +97,28 @@ class Checkpoints:
         self._saver.wait()
         self.team.on_rank_0(lambda: rotate_checkpoints(self.folder, self.keep_last))
         self.positions = self.positions[-self.keep_last :]
+
+
+@contextmanager
+def alone_in(folder: Path, team: Team, seconds: float = 5.0):
+    """Keep other runs out of a folder of checkpoints: rank 0 holds its lock, which the system frees if it is killed.
+
+    Raises CheckpointError on every rank if another run still holds it after `seconds` (a killed one takes a moment).
+    """
+
+    disk = Storage()
+    disk.lock_seconds = seconds
+
+    def lock():
+        disk.make_folder(folder)
+        try:
+            held.enter_context(disk.lock(folder))
+        except TimeoutError:
+            raise CheckpointError(f"{folder}: another run is going on here; end it, or use another folder") from None
+
+    with ExitStack() as held:
+        team.on_rank_0(lock)
+        yield
 
 
 class BlockingSaver:

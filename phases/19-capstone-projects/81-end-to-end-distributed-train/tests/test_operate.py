@@ -6,6 +6,7 @@ import tempfile
 import threading
 import unittest
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,8 @@ from mesh_comm import MeshComm
 from metrics import read_metrics
 from operate import Operations, operate
 from rotation import complete_checkpoints
+from saving import alone_in
+from team import Team
 from train import NonFiniteError, Trainer, digest
 from virtual import VirtualCluster
 
@@ -431,6 +434,19 @@ class TestResume(Runs):
         self.assertEqual(self.saved(), [0, 4, 8])
         self.job = replace(self.job, folder=self.folder / "empty")
         self.assertEqual(self.operate(resume=False)[0]["position"], 20)
+
+    def test_one_run_at_a_time_in_a_folder(self):
+        self.operate(job=replace(self.job, steps=8))
+        with alone_in(self.job.folder, Team.of_one_process(1)):  # another process, say
+            with mock.patch.object(operating, "alone_in", partial(alone_in, seconds=0.0)):
+                self.assert_refused(CheckpointError, "checkpoints: another run is going on here; end it")
+        self.assertEqual(self.saved(), [0, 4, 8])
+        self.assertEqual(self.operate()[0]["start"], 8)
+
+    def test_a_run_that_fails_lets_the_next_one_in(self):
+        self.operate(job=replace(self.job, steps=8))
+        self.assert_refused(CheckpointError, "saved by another job", job=replace(self.job, lr=1.0))
+        self.assertEqual(self.operate()[0]["start"], 8)
 
     def test_on_another_number_of_ranks(self):
         """Rows are those of the whole batch, so that it is the same job; sums are of another order."""

@@ -8,7 +8,11 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
 from real_processes import MAIN, TORCHRUN, finish, process_of_rank, run, start
+from saving import alone_in
+from team import Team
 
 TWO = ["--world-size", 2]
 TORCHRUN_TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
@@ -138,6 +142,19 @@ class TestOperatedCommand(unittest.TestCase):
             self.assertEqual(self.first[name][0], code, self.first[name][1])
             self.assertIn(message, self.first[name][1])
             self.assertNotIn("Traceback", self.first[name][1])
+
+    @unittest.skipUnless(os.name == "posix", "elsewhere folders have no locks")
+    def test_nothing_is_deleted_under_a_run_that_is_going_on(self):
+        (self.folder / "busy").mkdir()
+        checkpoints = self.folder / "busy" / "outputs" / "81" / "operated" / "checkpoints"
+        with alone_in(checkpoints, Team.of_one_process(1)):
+            (checkpoints / "step_5").mkdir()
+            for flags in (), ("--resume", "auto"):
+                code, out = run([sys.executable, MAIN, *TWO, "--operate", *flags], self.folder / "busy")
+                self.assertEqual(code, 1, out)
+                self.assertRegex(out, "(?m)^stopped: .*checkpoints: another run is going on here; end it, or use")
+                self.assertNotIn("Traceback", out)
+            self.assertTrue((checkpoints / "step_5").exists())
 
     @unittest.skipUnless(sys.platform == "linux", "finds the process of a rank in /proc")
     def test_sigterm_from_outside_to_one_rank(self):
