@@ -28,7 +28,9 @@ def register(add: Callable) -> None:
     command.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: all, and the guides)")
     command.add_argument("--only", metavar="TEXT", help="only commands that contain this")
     command.add_argument("--list", action="store_true", help="only list the commands, and which cannot run here")
-    command.add_argument("--bench", action="store_true", help="also those that take minutes, mostly to measure this machine")
+    command.add_argument(
+        "--bench", action="store_true", help="also those that take minutes, mostly to measure this machine"
+    )
     command.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one command")
     command.add_argument("--json", action="store_true", help="print faults and what was skipped as JSON")
 
