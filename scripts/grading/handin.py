@@ -19,7 +19,8 @@ from grading.limits import MIB
 FILE_BYTES = 2 * MIB  # one Python file
 ZIP_BYTES = 64 * MIB  # one zip, as it comes
 TOTAL_BYTES = 64 * MIB  # of Python files in one zip
-MEMBERS = 10_000
+MEMBERS = 10_000  # files of any kind in one zip
+CLASS = 100  # times as many in the zip of a class
 METADATA = "submission_metadata.yml"
 _JUNK = ("__MACOSX", "__pycache__", ".git", ".venv", ".ipynb_checkpoints")
 _DRIVE = re.compile(r"^[A-Za-z]:")
@@ -97,8 +98,8 @@ def read_zip(data: bytes, whole: bool = False) -> Tree:
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             members = archive.infolist()
-            if len(members) > MEMBERS:
-                raise zipfile.BadZipFile(f"more than {MEMBERS:,} files")
+            if len(members) > (limit := MEMBERS * (CLASS if whole else 1)):
+                raise zipfile.BadZipFile(f"more than {limit:,} files")
             budget = TOTAL_BYTES * (8 if whole else 1)
             for member in members:
                 budget = _read_member(archive, member, tree, budget, whole)
@@ -112,7 +113,7 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, tree: Tree, 
     if member.is_dir() or not _wanted(name) or (name.lower().endswith(".zip") and not whole):
         return budget
     if name.startswith("/") or _DRIVE.match(name) or ".." in PurePosixPath(name).parts:
-        tree.problems.append(("", f"a path that leads out of the zip: {name!r}"))
+        tree.problems.append((name.lstrip("/"), "a path that leads out of the zip"))
     elif stat.S_ISLNK(member.external_attr >> 16):
         tree.problems.append((name, "a link"))
     elif member.flag_bits & 1:

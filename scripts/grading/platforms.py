@@ -50,12 +50,12 @@ def split(tree: Tree) -> tuple[list[Handed], list[str]]:
             _take_canvas(tree, top, match, handed, orders.setdefault(key, {}))
             continue
         if folder or zipped:
-            handed = _folder(top, people)
-            for path, file in below(tree.files, top):
-                handed.files[path], handed.origins[path] = file.data, f"{top}/{path}"
-                if not people:
-                    handed.order = max(handed.order, (file.time,))
-            found[top] = handed
+            for number, handed in enumerate(_folders(top, people)):
+                for path, file in below(tree.files, top):
+                    handed.files[path], handed.origins[path] = file.data, f"{top}/{path}"
+                    if not people:
+                        handed.order = max(handed.order, (file.time,))
+                found[f"{top}/{number}"] = handed
         else:
             stray.append(top)
     for handed in found.values():
@@ -68,14 +68,15 @@ def split(tree: Tree) -> tuple[list[Handed], list[str]]:
     return list(found.values()), stray
 
 
-def _folder(top: str, people: dict[str, dict]) -> Handed:
+def _folders(top: str, people: dict[str, dict]) -> list[Handed]:
+    """Whose the folder (or zip) is: one student's, or that of each in a group of Gradescope's."""
     if top in people:
-        person = people[top]
-        return Handed(top, person["names"], "Gradescope", order=(person["created"],))
+        order = (people[top]["created"],)
+        return [Handed(top, names, "Gradescope", order=order) for names in people[top]["group"] or [[]]]
     if match := _MOODLE.match(top):
-        return Handed(top, [match["name"]], "Moodle")
+        return [Handed(top, [match["name"]], "Moodle")]
     name = top[:-4] if top.lower().endswith(".zip") else top
-    return Handed(top, [name], "folder")
+    return [Handed(top, [name], "folder")]
 
 
 def _take_canvas(tree: Tree, top: str, match: re.Match, handed: Handed, orders: dict[str, tuple]) -> None:
@@ -107,24 +108,26 @@ def _without_wrapper(tree: Tree) -> Tree:
 
 
 def read_metadata(text: str) -> dict[str, dict]:
-    """Gradescope's metadata: {folder: {"names": [id, email, name, ...], "created": text that sorts by time}}.
+    """Gradescope's metadata: {folder: {"group": [[id, email, name], ...], "created": text that sorts by time}}.
 
-    Only the few keys that are needed are read, line by line: names of a submission's students, and when it was made.
+    Only the few keys that are needed are read, line by line: a submission's students, and when it was made.
     """
     people: dict[str, dict] = {}
     current: dict | None = None
-    parts: dict[str, list[str]] = {}
+    students: list[dict[str, str]] = []
     for line in text.splitlines():
         if top := _YAML_TOP.match(line):
-            current = people.setdefault(top[1].strip("\"'"), {"names": [], "created": ""})
-            parts = {}
+            current = people.setdefault(top[1].strip("\"'"), {"group": [], "created": ""})
+            students = []
         elif current is not None and (key := _YAML_KEY.match(line)):
             value = key[2].strip("\"'")
             if key[1] == "created_at":
                 current["created"] = current["created"] or value
             elif value:
-                parts.setdefault(key[1], []).append(value)
-                current["names"] = [v for name in ("sid", "email", "name") for v in parts.get(name, [])]
+                if not students or key[1] in students[-1] or line.lstrip().startswith("-"):
+                    students.append({})
+                students[-1][key[1]] = value
+                current["group"] = [[v for n in ("sid", "email", "name") if (v := s.get(n))] for s in students]
     return people
 
 

@@ -114,6 +114,21 @@ submission_3:
         self.assertEqual((found["s1"], found["s2"]), ({"rings.py": b"1"}, {"rings.py": b"3"}))
         self.assertEqual(self.of.only("s1")[0].superseded, ["submission_2"])
 
+    def test_gradescope_a_group_hands_in_for_each(self):
+        metadata = """submission_1:
+  :submitters:
+  - :name: Anna Lee
+    :sid: s1
+  - :email: bo@x.org
+    :name: Somebody
+  :created_at: 2026-01-03 10:00:00.000000000 Z
+"""
+        self.put("in/submission_1/rings.py", "x")
+        self.put("in/submission_metadata.yml", metadata)
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"], found["s3"]), ({"rings.py": b"x"}, {"rings.py": b"x"}, None))
+        self.assertEqual(self.of.unmatched, [])
+
     def test_a_folder_or_zip_a_student(self):
         self.put("in/S1/code/rings.py", "a")
         self.put("in/bo@x.org.zip", zipped({"rings.py": "b"}))
@@ -172,6 +187,14 @@ class TestZips(Folder):
         os.symlink("/etc/passwd", self.root / "in/s1/rings.py")
         self.assertEqual(self.handed()["s1"], {"real.py": b"x"})
         self.assertIn("rings.py: a link", self.of.only("s1")[0].handed.problems[0])
+
+    def test_a_whole_class_has_more_files_than_one_student(self):
+        many = dict.fromkeys(map("data/{}.txt".format, range(10_001)), "")
+        self.put("in.zip", zipped({f"s1/{name}": "" for name in many} | {"s2/rings.py": "x"}))
+        self.assertEqual(self.handed("in.zip")["s2"], {"rings.py": b"x"})
+        self.put("in/s1/all.zip", zipped(many))
+        self.handed()
+        self.assertIn("more than 10,000 files", self.of.only("s1")[0].handed.problems[0])
 
     def test_bombs(self):
         tree = read_zip(zipped({"bomb.py": bytes(handin.FILE_BYTES + 1), "ok.py": "1"}))
