@@ -29,6 +29,8 @@ class Drill:
         """Raise ValueError unless a run of `steps` steps on `world_size` ranks can have this drill."""
         if self.step > steps:
             raise ValueError(f"{self}: there are only {steps} steps")
+        if self.kind == "spike" and self.step == steps:
+            raise ValueError(f"{self}: the next step's loss would show it, and there are only {steps} steps")
         if self.rank >= world_size:
             raise ValueError(f"{self}: there are only {world_size} ranks")
 

@@ -141,13 +141,14 @@ class Run:
         row["learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
         row["tokens_per_second"] = tokens / row["seconds"]
         row["bytes"] = sent.total() - before  # passed to collectives by this rank
+        row["ranks"] = trainer.world_size
         return row | self._hash() | self._look(step)
 
     def finish(self, row: dict) -> None:
         """Note a step that was taken, and save if it is time, or if any rank has asked for it."""
         step, wishes = row["step"], self.trainer.wishes
         self.log["rows"].append(row)
-        self.log |= {"position": step, "stopped": "stop" in wishes}
+        self.log |= {"position": step, "stopped": "stop" in wishes and step < self.job.steps}
         self.reports.write(row)
         if any(wishes) or self.checkpoints.is_due(step) or step == self.job.steps:
             self.checkpoints.save(self.trainer.state(step), step)

@@ -79,7 +79,7 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
     if logs[0]["stopped"]:
         demo.say(f"asked to stop: saved after step {logs[0]['position']}; --operate --resume auto goes on")
     else:
-        check_same_run(claims, logs, job, args)
+        check_same_run(claims, logs, job, args, read_metrics(operations.metrics))
     return claims.verdict(f"a run of {logs[0]['position']} steps on {args.world_size} ranks, operated")
 
 
@@ -132,10 +132,13 @@ def check_metrics(claims: demo.Claims, log: dict, operations: Operations) -> Non
         claims.check("metrics.jsonl has a line for each step, and none twice", holds, f"{len(steps)} lines")
 
 
-def check_same_run(claims: demo.Claims, logs: list[dict], job: Job, args: argparse.Namespace) -> None:
-    """What happened left no trace: the run is the one to which nothing happens."""
-    if len(logs[0]["rows"]) < job.steps - logs[0]["start"]:
+def check_same_run(claims: demo.Claims, logs: list[dict], job: Job, args: argparse.Namespace, rows: list[dict]) -> None:
+    """What happened left no trace: the run is the one to which nothing happens. `rows`: its metrics, from step 1 on."""
+    if len(rows) < job.steps:
         demo.say("steps were left out, so this is another run than one without faults")
+        return
+    if any(row.get("ranks") != args.world_size for row in rows):
+        demo.say("another number of ranks took some of the steps: their sums and noise are not those of one run")
         return
     whole = run_ranks(train, args.world_size, replace(job, folder=None), backend=args.backend)
     names = ("step", "loss", "norm", "digest")

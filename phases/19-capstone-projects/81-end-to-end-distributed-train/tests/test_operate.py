@@ -156,6 +156,7 @@ class TestMetrics(Runs):
         for row in self.run_with_metrics():
             self.assertEqual(row["learning_rate"], self.job.learning_rate(row["step"]))
             self.assertAlmostEqual(row["tokens_per_second"] * row["seconds"], 2 * 4 * 16, places=6)
+            self.assertEqual(row["ranks"], 2)
             self.assertEqual(
                 row["bytes"], 2 * 4 * parameters + 4 * (1 + 2), "reduce-scatter, all-gather; norm, checksums"
             )
@@ -402,6 +403,12 @@ class TestStop(Runs):
             log = self.operate()[0]
         self.assertEqual((log["position"], log["stopped"]), (20, False), "it was over anyway")
 
+    def test_asked_before_the_last_step(self):
+        signals, take = self.asked(1, 19)
+        with signals, take:
+            log = self.operate()[0]
+        self.assertEqual((log["position"], log["stopped"]), (20, False), "nothing is left to go on with")
+
     def test_asked_in_a_step_that_fails(self):
         signals, take = self.asked(0, 14)
         with signals, take:
@@ -483,7 +490,11 @@ class TestRefused(Runs):
                 operate(0, 2, replace(self.job, **changes), self.operations)
 
     def test_drills_that_cannot_be(self):
-        for drill, message in [("nan@21", "nan@21: there are only 20 steps"), ("kill@3:2", "there are only 2 ranks")]:
+        for drill, message in [
+            ("nan@21", "nan@21: there are only 20 steps"),
+            ("spike@20", "spike@20: the next step's loss would show it, and there are only 20 steps"),
+            ("kill@3:2", "there are only 2 ranks"),
+        ]:
             with self.assertRaisesRegex(ValueError, message):
                 operate(0, 2, self.job, replace(self.operations, inject=(parse_drill(drill),)))
 

@@ -39,6 +39,7 @@ class TestOperatedCommand(unittest.TestCase):
             "kill under torchrun": [*restarts, "--inject", "kill@12:1"],
             "sigterm": [*TORCHRUN_TWO, MAIN, "--inject", "sigterm@12:1"],
             "both": [*main, "--inject", "nan@7:0", "--inject", "sigterm@9:0"],
+            "at the end": [*main, "--inject", "sigterm@20"],
             "bad drill": [*main, "--inject", "fire@3"],
             "too late": [*main, "--inject", "nan@21"],
             "bad resume": [*main, "--operate", "--resume", "some/folder"],
@@ -50,6 +51,7 @@ class TestOperatedCommand(unittest.TestCase):
             "sigterm": [*TORCHRUN_TWO, MAIN, "--operate", "--resume", "auto"],
             "both": [*main, "--operate", "--resume", "auto"],
             "spike": [*main, "--operate", "--resume", "auto"],
+            "at the end": [*main[:-1], 1, "--rows", 8, "--steps", 22, "--operate", "--resume", "auto"],
         }
         with ThreadPoolExecutor(2) as pool:
             cls.first = cls.run_all(pool, first)
@@ -130,6 +132,15 @@ class TestOperatedCommand(unittest.TestCase):
         self.assertIn("asked to stop: saved after step 9", out)
         self.assertIn("bit for bit: steps 10-20", self.good(self.second["both"]))
         self.assert_whole("both")
+
+    def test_a_signal_in_the_last_step_then_other_ranks(self):
+        out = self.good(self.first["at the end"])
+        self.assertIn("bit for bit: steps 1-20", out)
+        self.assertNotIn("goes on", out)
+        code, out = self.second["at the end"]
+        self.assertEqual(code, 0, out)
+        self.assertIn("another number of ranks took some of the steps", out)
+        self.assertIn("a run of 22 steps on 1 ranks, operated -- 2 of 2 claims hold", out)
 
     def test_what_is_refused(self):
         for name, code, message in [
