@@ -65,6 +65,13 @@ def refuse_what_does_not_go_together(parser: argparse.ArgumentParser, args: argp
         parser.error("--real has a text of its own")
     if (args.size and not args.bench) or (args.compile and not args.size) or (args.whole and not args.compile):
         parser.error("--size needs --bench, --compile needs --size, and --whole needs --compile")
+    names = ("steps", "rows", "text", "resume", "inject_nan")
+    unused = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if (args.ladder or args.bench) and unused:
+        what = "--ladder" if args.ladder else "--bench"
+        parser.error(f"{', '.join(unused)}: not for {what}, which has jobs of its own")
+    if args.ladder and args.bench:
+        parser.error("--ladder and --bench are two commands")
     if args.ladder and under_torchrun():
         parser.error("--ladder starts its own ranks: run it without torchrun")
 

@@ -254,6 +254,12 @@ def main() -> int:
         return operate_demo.demonstrate(args, e2e_options.make_job(args)) if args.operate else demonstrate(args)
     except (ValueError, NonFiniteError, SpikeError) as error:  # a text that is none; under torchrun, the ranks' own
         print(f"stopped: {error}", file=sys.stderr)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"stopped: {reason}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped: by Ctrl-C", file=sys.stderr)
+        return 130  # what shells say of a command that it ended
     except RankError as error:
         kind, _, message = error.reason.partition(": ")
         known = kind.endswith(

@@ -46,7 +46,10 @@ def _drill(text: str):
 
 
 def _minutes(text: str) -> float:
-    minutes = float(text)
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
     return minutes

@@ -604,12 +604,28 @@ class TestFlags(unittest.TestCase):
             ("--minutes", "3"): "--every and --minutes need --operate",
             ("--real", "--text", "x"): "--real has a text of its own",
             ("--size", "tiny"): "--size needs --bench",
+            ("--ladder", "--text", "x", "--inject-nan", "3"): "--text, --inject-nan: not for --ladder, which has",
+            ("--bench", "--steps", "50", "--rows", "3"): "--steps, --rows: not for --bench, which has jobs of its own",
+            ("--bench", "--ladder"): "--ladder and --bench are two commands",
         }.items():
             self.assertIn(f"error: {message}", self.refusal(*flags))
 
     def test_minutes(self):
         for minutes in ("0", "-1", "nan", "inf", "soon"):
-            self.assertIn("error: argument --minutes: ", self.refusal("--operate", "--minutes", minutes))
+            message = f"error: argument --minutes: expected a number of minutes above 0, got {minutes!r}"
+            self.assertIn(message, self.refusal("--operate", "--minutes", minutes))
+
+    def test_what_ends_it_is_one_line(self):
+        for error, code, message in [
+            (IsADirectoryError(21, "Is a directory", "metrics.jsonl"), 1, "stopped: metrics.jsonl: Is a directory\n"),
+            (OSError("no room"), 1, "stopped: no room\n"),
+            (KeyboardInterrupt(), 130, "stopped: by Ctrl-C\n"),
+        ]:
+            out = io.StringIO()
+            with mock.patch.object(main_81, "demonstrate", side_effect=error), mock.patch("sys.stderr", out):
+                with mock.patch.object(sys, "argv", ["main.py"]):
+                    self.assertEqual(main_81.main(), code)
+            self.assertEqual(out.getvalue(), message)
 
     def test_what_is_meant_where_nothing_is_said(self):
         for flags, expected in {
