@@ -23,7 +23,12 @@ def read_checkpoint(folder: Path | str, comm, check_owner: Callable[[dict], str]
     """
 
     def look(rank: int) -> None:
-        if fault := check_owner(saved_job(folder)):
+        job = saved_job(folder)
+        try:
+            fault = check_owner(job)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            fault = f"saved by another training loop, whose job is {job}: {error!r}"
+        if fault:
             raise CheckpointError(f"{folder}: {fault}")
 
     Team.of_comm(comm).together(look)

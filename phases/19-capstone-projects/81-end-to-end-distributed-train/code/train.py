@@ -139,7 +139,10 @@ class Trainer:
         saved = read_checkpoint(folder, self.comm, differs, self._layout())
         for fault in filter(None, self.comm.agree(self._fault_in(saved))):
             raise CheckpointError(f"{folder}: {fault}")
-        self.optimizer.load_state_dict(saved["optimizer"] | {"layout": self.optimizer.layout()})
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"] | {"layout": self.optimizer.layout()})
+        except ValueError as error:  # on every rank, with nothing changed
+            raise CheckpointError(f"{folder}: {error}") from None
         self.optimizer.zero_grad()  # of a step that was given up
         self.drawn = self.batches.drawn_at(saved["data"])
         if self.spikes is not None:

@@ -612,6 +612,21 @@ class TestResume(unittest.TestCase):
         self.assertEqual(errors[0], errors[1])
         self.assertIn("rank 1", errors[0])
 
+    def test_an_optimizer_state_of_another_kind(self):
+        def double(unit):
+            unit["exp_avg"] = unit["exp_avg"].double()
+
+        for message, change in [
+            ("KeyError: 'names'", lambda optimizer: optimizer.pop("names")),
+            ("'exp_avg': ..torch.float64'", lambda optimizer: double(optimizer["state"]["unit0"])),
+        ]:
+            with self.copy_of_checkpoint() as folder:
+                manifest, states = load_sharded(folder, 2)
+                for state in states:
+                    change(state["optimizer"])
+                save_sharded(states, folder, manifest.step)
+                self.assert_refused(replace(self.job, save_at=(), resume=folder), f"^{folder}: rank 0: .*{message}")
+
 
 def keep(build):
     """Wrap `Job.build` so that the models can be looked at afterwards."""
