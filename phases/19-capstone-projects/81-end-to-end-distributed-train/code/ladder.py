@@ -35,6 +35,7 @@ CHOSEN = tuple(  # each axis alone, each pair, all three; each stage; windows of
     )
 )
 AS_PROCESSES = tuple(map(parse_plan, ("dp2 zero3", "pp2 m4", "tp2", "dp2 pp2 tp2 zero1 m2")))
+MOST_RANKS = 64  # of a plan
 AMPLIFIED = 64  # later norms may be so many times further off than the first: see `bounds`
 BF16 = 2.0**-8, 2.0**-6, 2.0**-3  # the same three bounds for bfloat16, whose eps is 2^-7: stated, not derived
 
@@ -81,8 +82,12 @@ def fits(plan: Plan, recipe: Recipe) -> bool:
 
 
 def check_comparable(plan: Plan, recipe: Recipe) -> None:
-    """Raise ValueError unless the recipe's model can be cut so and there is a bound for what comes out."""
+    """Raise ValueError unless the recipe can be dealt so, to not too many ranks, with a bound for what comes out."""
     plan.check(recipe)
+    if plan.world_size > MOST_RANKS:
+        raise ValueError(f"{plan} has {plan.world_size} ranks: the ladder runs at most {MOST_RANKS} on one machine")
+    if plan.microbatches > recipe.rows:
+        raise ValueError(f"{recipe.rows} sequences cannot be {plan.microbatches} microbatches")
     if recipe.tied and plan.dtype == "bfloat16":
         raise ValueError("bfloat16 with a tied matrix: its norms leave those of fp32 by a third, and no bound is known")
 
