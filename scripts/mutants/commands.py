@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import sessions
 from faults import UserError
+from inputs import json_text
 from lessons import Course
 from mutants import demonstration, proof
 from mutants.model import chosen
@@ -26,6 +27,7 @@ def register(add: Callable) -> None:
     breaking = add("break", break_demo, text)
     breaking.add_argument("lesson", metavar="NN", help="the lesson's number, for example 77")
     breaking.add_argument("mutant", metavar="MUTANT", nargs="?", help="the fault's id; without one they are listed")
+    breaking.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
 def _interruptible() -> None:
@@ -94,9 +96,13 @@ def _short(each: proof.Judged, length: int = 90) -> str:
 def break_demo(course: Course, args: argparse.Namespace) -> int:
     """The demonstration with a fault: 0 if something noticed it, else 1. Without a fault's id: the list of them."""
     if args.mutant is None:
+        heads = ["mutant", "exercise", "what"]
         rows = [[mutant.id, mutant.exercise, mutant.what] for _, mutant in chosen(course, args.lesson)]
-        print(table(["mutant", "exercise", "what"], rows))
+        listed = [dict(zip(heads, row, strict=True)) for row in rows]
+        print(json_text(listed).rstrip("\n") if args.json else table(heads, rows))
         return 0
+    if args.json:
+        raise UserError("--json is for the list of faults: leave out MUTANT")
     _interruptible()
     ((lesson, mutant),) = chosen(course, args.lesson, args.mutant)
     with proof.servers():

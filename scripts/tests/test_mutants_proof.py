@@ -121,6 +121,11 @@ class TestBreak(Commands):
         code, out, _ = self.course("break", "01")
         self.assertEqual(code, 0)
         self.assertRegex(out, r"one-way\s+turn\s+A ring turns one way\.")
+        listed = json.loads(self.course("break", "01", "--json")[1])
+        self.assertEqual([set(row) for row in listed], [{"mutant", "exercise", "what"}] * len(listed))
+        self.assertTrue(all(row["mutant"] in out for row in listed) and listed)
+        code, _, err = self.course("break", "01", listed[0]["mutant"], "--json")
+        self.assertEqual((code, err), (2, "course: --json is for the list of faults: leave out MUTANT\n"))
 
     def test_the_fault_the_symptom_and_the_test_that_notices(self):
         code, out, _ = self.course("break", "01", "one-way", "--", "a", "b")
