@@ -57,12 +57,21 @@ def test_names(lesson: Lesson) -> set[str]:
             tree = ast.parse(read_text(path) or "")
         except SyntaxError:
             continue
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                names.add(f"{path.stem}.{node.name}")
-                methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
-                names.update(f"{path.stem}.{node.name}.{method}" for method in methods)
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for name in classes:
+            names.add(f"{path.stem}.{name}")
+            names.update(f"{path.stem}.{name}.{method}" for method in _methods(classes, name))
     return names
+
+
+def _methods(classes: dict[str, ast.ClassDef], name: str) -> set[str]:
+    """A class's methods, with those of its bases in the same file."""
+    if name not in classes:
+        return set()
+    others = {other: node for other, node in classes.items() if other != name}
+    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
+    own = {item.name for item in classes[name].body if isinstance(item, ast.FunctionDef)}
+    return own.union(*(_methods(others, base) for base in bases))
 
 
 def _name_faults(lesson: Lesson, index: CodeIndex, exercise: dict, tests: set[str]) -> list[tuple[str, str]]:

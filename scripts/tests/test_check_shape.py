@@ -136,6 +136,15 @@ class TestExercises(FakeCourse):
                 self.assert_fault(EXERCISES, self.line(number if key != "solution" else 0, key), message)
                 self.put(EXERCISES, good)
 
+    def test_a_test_may_come_from_a_base_in_its_file(self):
+        folder = f"{self.WHEELS}/tests/test_wheel.py"
+        classes = "class Turns:\n    def test_turn(self): pass\n\n\nclass TestTurns(Turns, unittest.TestCase): pass\n"
+        self.put(folder, f"{self.text(folder)}\n\n{classes}")
+        self.change(0, tests=["test_wheel.TestWheel.test_name", "test_wheel.TestTurns.test_turn"])
+        self.assertEqual(self.faults(), [])
+        self.change(0, tests="test_wheel.TestTurns.test_name")
+        self.assert_fault(EXERCISES, self.line(0, "tests"), "no test 'test_wheel.TestTurns.test_name'")
+
     def test_missing_keys_and_other_shapes(self):
         self.change(1, hint=None)
         self.assertTrue([fault for fault in self.faults() if "exercise 2: the key 'hint' is missing" in fault])

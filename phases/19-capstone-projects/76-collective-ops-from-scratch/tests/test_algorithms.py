@@ -49,10 +49,19 @@ def nodes_to_try(n: int) -> list[int]:
     return sorted({min(2, n), (n + 1) // 2} | ({1, n} if n < 6 else set()))
 
 
-def all_reduces(n: int) -> dict:
+def halvings(n: int) -> dict:
     """Return name -> all-reduce of (mesh, tensor, op) for N ranks."""
-    levels = {f"nodes of {s}": partial(hierarchical_allreduce, node_size=s) for s in nodes_to_try(n)}
-    return {"halving": halving_allreduce} | levels
+    return {"halving": halving_allreduce}
+
+
+def two_levels(n: int) -> dict:
+    """Return the same, for each size of a node."""
+    return {f"nodes of {s}": partial(hierarchical_allreduce, node_size=s) for s in nodes_to_try(n)}
+
+
+def all_reduces(n: int) -> dict:
+    """Return all of them."""
+    return halvings(n) | two_levels(n)
 
 
 class Algorithms(unittest.TestCase):
@@ -76,12 +85,14 @@ class Algorithms(unittest.TestCase):
         self.assertEqual(found[0][1:], (0, control))
 
 
-class TestAllReduces(Algorithms):
+class AllReduces:
+    """What every all-reduce must do. The classes below say which: `all_reduces(n)` returns name -> function."""
+
     def test_sums_for_every_length(self):
         for n in RANKS:
             for length in LENGTHS:
                 inputs = [values(rank, length) for rank in range(n)]
-                for name, all_reduce in all_reduces(n).items():
+                for name, all_reduce in self.all_reduces(n).items():
                     with self.subTest(name=name, n=n, length=length):
                         for result in run(all_reduce, inputs):
                             self.assert_same(result, sum(inputs))
@@ -92,7 +103,7 @@ class TestAllReduces(Algorithms):
                 generator = torch.Generator().manual_seed(n)
                 inputs = [torch.randn(29, generator=generator).to(dtype) for _ in range(n)]
                 exact = sum(x.to(torch.complex128 if dtype.is_complex else torch.float64) for x in inputs).to(dtype)
-                for name, all_reduce in all_reduces(n).items():
+                for name, all_reduce in self.all_reduces(n).items():
                     with self.subTest(name=name, n=n, dtype=dtype):
                         results = run(all_reduce, inputs)
                         self.assertTrue(compare("allreduce", inputs, results, [exact] * n)[0])
@@ -101,7 +112,7 @@ class TestAllReduces(Algorithms):
     def test_mean_and_maximum(self):
         for n in RANKS:
             inputs = [values(rank * (-1) ** rank, 11) for rank in range(n)]
-            for name, all_reduce in all_reduces(n).items():
+            for name, all_reduce in self.all_reduces(n).items():
                 with self.subTest(name=name, n=n):
                     for result in run(all_reduce, inputs, op="avg"):
                         self.assert_same(result, sum(inputs) / n)
@@ -112,11 +123,11 @@ class TestAllReduces(Algorithms):
         for n in (2, 3, 5):
             for dtype in FLOATS + INTEGERS + COMPLEX:
                 inputs = [(torch.arange(7) % 4 + rank).to(dtype) for rank in range(n)]
-                for all_reduce in all_reduces(n).values():
+                for all_reduce in self.all_reduces(n).values():
                     for result in run(all_reduce, inputs):
                         self.assert_same(result, sum(inputs[1:], inputs[0]))
             bools = [torch.arange(9) % 5 > 3 + rank % 2 for rank in range(n)]
-            for all_reduce in all_reduces(n).values():
+            for all_reduce in self.all_reduces(n).values():
                 for result in run(all_reduce, bools):
                     self.assert_same(result, torch.stack(bools).any(0))
 
@@ -135,7 +146,7 @@ class TestAllReduces(Algorithms):
                 inputs = [make(rank) for rank in range(n)]
                 plain = [x.detach().resolve_conj().contiguous() for x in inputs]
                 expected = sum(plain[1:], plain[0])
-                for all_reduce in all_reduces(n).values():
+                for all_reduce in self.all_reduces(n).values():
                     for rank, result in enumerate(run(all_reduce, inputs)):
                         self.assert_same(result, expected)
                         self.assertTrue(result.is_contiguous() and not result.requires_grad)
@@ -144,9 +155,17 @@ class TestAllReduces(Algorithms):
 
     def test_nan_and_infinity_pass_through(self):
         inputs = [torch.tensor([1.0, math.inf, 2.0, 3.0])] * 4 + [torch.tensor([math.nan, math.inf, -math.inf, 1.0])]
-        for all_reduce in all_reduces(5).values():
+        for all_reduce in self.all_reduces(5).values():
             for result in run(all_reduce, inputs):
                 self.assertEqual(str(result.tolist()), "[nan, inf, -inf, 13.0]")
+
+
+class TestHalving(AllReduces, Algorithms):
+    all_reduces = staticmethod(halvings)
+
+
+class TestTwoLevels(AllReduces, Algorithms):
+    all_reduces = staticmethod(two_levels)
 
 
 class TestPipelinedBroadcast(Algorithms):
