@@ -10,6 +10,7 @@ from pathlib import Path
 import demo  # 76
 from inject import parse_drill
 from job import Job
+from manifest import CheckpointError  # 80
 from metrics import read_metrics
 from operate import Operations, check, operate
 from ranks import run_ranks  # 76
@@ -94,11 +95,14 @@ def for_operation(job: Job, folder: Path) -> Job:
 def clear(args: argparse.Namespace, folder: Path) -> None:
     """Delete what an earlier demonstration has left, unless this one goes on with it.
 
-    Raises CheckpointError if a run is going on there, OSError if something cannot be deleted.
+    Raises CheckpointError if a run is going on there, or something cannot be deleted.
     """
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
         with alone_in(folder / "checkpoints", Team.of_one_process(1)):
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise CheckpointError(f"{folder}: an earlier run cannot be deleted: {error}") from None
 
 
 def show(log: dict, job: Job) -> None:

@@ -7,9 +7,13 @@ import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+import operate_demo
+from manifest import CheckpointError
 from real_processes import MAIN, TORCHRUN, finish, process_of_rank, run, start
 from saving import alone_in
 from team import Team
@@ -166,6 +170,12 @@ class TestOperatedCommand(unittest.TestCase):
                 self.assertRegex(out, "(?m)^stopped: .*checkpoints: another run is going on here; end it, or use")
                 self.assertNotIn("Traceback", out)
             self.assertTrue((checkpoints / "step_5").exists())
+
+    def test_what_cannot_be_deleted_is_named(self):
+        args, error = SimpleNamespace(resume=None), PermissionError(1, "Not permitted", "m.jsonl")
+        with mock.patch.object(operate_demo.shutil, "rmtree", side_effect=error):
+            with self.assertRaisesRegex(CheckpointError, "kept: an earlier run cannot be deleted: .*Not permitted"):
+                operate_demo.clear(args, self.folder / "kept")
 
     @unittest.skipUnless(sys.platform == "linux", "finds the process of a rank in /proc")
     def test_sigterm_from_outside_to_one_rank(self):
