@@ -101,8 +101,10 @@ def row_norms(flat: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     squares that is 0.8 %.
     """
     whole = len(flat) // ROW * ROW
-    parts = [part for part in (flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)) if part.numel()]
-    return torch.cat([torch.linalg.vector_norm(part, p, dim=1, dtype=dtype) for part in parts])
+    norms = [torch.linalg.vector_norm(flat[:whole].view(-1, ROW), p, dim=1, dtype=dtype)]
+    if whole < len(flat):
+        norms.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype).view(1))
+    return torch.cat(norms)
 
 
 def build_units(plan: list[list], comm: Comm, stage: int, overlap: bool) -> tuple[list[FlatUnit], list[Shard]]:
