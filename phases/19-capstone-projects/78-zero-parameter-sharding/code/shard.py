@@ -7,7 +7,7 @@ from counter import StepCounter
 from flat import FlatUnit
 
 GPU_BLOCK = 1 << 26  # elements updated by one call: bounds what conversions of bf16 need in passing
-ROW = 1 << 14  # elements whose norm is taken at once
+ROW = 1 << 16  # elements whose norm is taken at once
 
 
 class Shard:

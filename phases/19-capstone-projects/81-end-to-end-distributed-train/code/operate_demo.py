@@ -99,6 +99,8 @@ def clear(args: argparse.Namespace, folder: Path) -> None:
     """
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
         with alone_in(folder / "checkpoints", Team.of_one_process(1)):
+            if any((folder / "checkpoints").glob("step_*")):
+                demo.say(f"an earlier run in {folder} is deleted (--resume {AUTO} would go on with it)")
             try:
                 shutil.rmtree(folder)
             except OSError as error:

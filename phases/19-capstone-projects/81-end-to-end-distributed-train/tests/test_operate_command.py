@@ -171,6 +171,19 @@ class TestOperatedCommand(unittest.TestCase):
                 self.assertNotIn("Traceback", out)
             self.assertTrue((checkpoints / "step_5").exists())
 
+    def test_an_earlier_run_is_deleted_and_that_is_said(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder, printed = Path(name) / "run", []
+            with mock.patch.object(operate_demo.demo, "say", printed.append):
+                operate_demo.clear(SimpleNamespace(resume=None), folder)
+                self.assertEqual((folder.exists(), printed), (False, []))
+                (folder / "checkpoints" / "step_3").mkdir(parents=True)
+                operate_demo.clear(SimpleNamespace(resume=operate_demo.AUTO), folder)
+                self.assertEqual((folder.exists(), printed), (True, []))
+                operate_demo.clear(SimpleNamespace(resume=None), folder)
+            self.assertFalse(folder.exists())
+            self.assertIn(f"an earlier run in {folder} is deleted (--resume auto", printed[0])
+
     def test_what_cannot_be_deleted_is_named(self):
         args, error = SimpleNamespace(resume=None), PermissionError(1, "Not permitted", "m.jsonl")
         with mock.patch.object(operate_demo.shutil, "rmtree", side_effect=error):
