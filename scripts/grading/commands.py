@@ -24,7 +24,7 @@ def register(add: Callable) -> None:
     grade.add_argument("--exercise", metavar="ID", action="append", default=[], help="only this exercise")
     grade.add_argument("--overrides", metavar="CSV", type=Path, help="student, exercise, points, reason: set by hand")
     grade.add_argument("--resume", action="store_true", help="keep reports whose submission has not changed")
-    grade.add_argument("--jobs", metavar="J", type=int, default=2, help="students at a time (default: 2)")
+    grade.add_argument("--jobs", metavar="J", type=int, default=3, help="students at a time (default: 3)")
     grade.add_argument("--json", action="store_true", help="print the class as JSON")
     grade.add_argument("--collective-seconds", metavar="S", type=float, help="one wait between ranks (default: 20)")
     grade.add_argument("--test-seconds", metavar="S", type=float, help="the most for one test (default: 120)")

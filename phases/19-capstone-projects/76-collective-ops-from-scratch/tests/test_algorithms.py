@@ -20,6 +20,7 @@ from verify import compare
 from virtual import DeadlockError, VirtualCluster
 
 RANKS = range(1, 17)
+SOME_RANKS = (1, 2, 3, 4, 5, 6, 8, 11, 16)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -98,7 +99,7 @@ class AllReduces:
                             self.assert_same(result, sum(inputs))
 
     def test_rounding_stays_within_the_bound_and_is_the_same_on_every_rank(self):
-        for n in RANKS:
+        for n in SOME_RANKS:
             for dtype in (torch.float32, torch.bfloat16, torch.complex64):
                 generator = torch.Generator().manual_seed(n)
                 inputs = [torch.randn(29, generator=generator).to(dtype) for _ in range(n)]
@@ -110,7 +111,7 @@ class AllReduces:
                         self.assertEqual(len({wire.tensor_to_bytes(result) for result in results}), 1)
 
     def test_mean_and_maximum(self):
-        for n in RANKS:
+        for n in SOME_RANKS:
             inputs = [values(rank * (-1) ** rank, 11) for rank in range(n)]
             for name, all_reduce in self.all_reduces(n).items():
                 with self.subTest(name=name, n=n):

@@ -17,6 +17,7 @@ from asyncsave import AsyncSaver  # 80: the same, while training goes on
 from checkpoint import CheckpointError, save_shard  # 80: all ranks' files, or none
 from comm import TorchComm  # 76: the ranks
 from corpus import Batches
+from counter import not_finite  # 78: in one pass
 from determinism import be_deterministic, noise_seed, random_state, set_random_state
 from flat import flat_param_numel
 from gpt import MiniGPT
@@ -228,7 +229,7 @@ def guard(comm, step: int, loss: float, optimizer: ZeroOptimizer, wish: str = ""
     If any rank's loss or gradient is not finite, all ranks raise the same NonFiniteError, which names it.
     """
     if optimizer.stage == 1:
-        finite = all(bool(torch.isfinite(unit.grad).all()) for unit in optimizer.units)
+        finite = not not_finite([unit.grad for unit in optimizer.units])
     else:  # the gradients have left already, and the optimizer has looked at them
         finite = not any(bool(shard.own_bad) for shard in optimizer.shards)
     facts = comm.agree({"loss": loss, "finite": finite, "wish": wish})
