@@ -50,11 +50,13 @@ class ClassRun:
             return report
 
         with ThreadPoolExecutor(jobs) as pool:
+            many = len(works) > jobs  # then nearly every exercise is needed, and students would wait for each in turn
+            first = [pool.submit(self.judge.prepare, exercise) for exercise in self.exercises if many]
             started = [pool.submit(one, work) for work in works]
             try:
                 return [future.result() for future in started]
             except BaseException:
-                for future in started:
+                for future in first + started:
                     future.cancel()
                 self.judge.stop()  # or leaving the pool would wait for those who are being graded
                 raise

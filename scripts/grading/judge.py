@@ -104,6 +104,10 @@ class Judge:
             for process in self._runs:
                 process.interrupt()
 
+    def prepare(self, exercise: Exercise) -> None:
+        """Run the tests on the lesson as it is, unless that has been done: what every answer is compared with."""
+        self._expected(exercise)
+
     def judge(self, exercise: Exercise, changed: dict[str, str]) -> Verdict:
         """The verdict on the lesson with these modules' texts in place of its own.
 

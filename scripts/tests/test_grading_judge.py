@@ -32,6 +32,15 @@ class TestAnswers(Verdicts):
         self.assertEqual([(verdict.tests, verdict.passed) for verdict in verdicts], [(3, 3)] * 3)
         self.assertEqual([verdict.reused for verdict in verdicts], [True, False, True])
 
+    def test_the_lessons_own_code_runs_once(self):
+        exercise = self.exercise("turn")
+        with Judge(self.graded, self.lesson, LIMITS) as judge:
+            with mock.patch.object(judge, "_perform", wraps=judge._perform) as performed:
+                judge.prepare(exercise)
+                judge.prepare(exercise)
+                self.assertEqual(judge.judge(exercise, {}).status, "correct")
+            self.assertEqual(performed.call_count, 1)
+
     def test_the_first_failure_is_kept_with_its_place(self):
         (verdict,) = self.judge_all(["return ring[1:] + ring[:1]"])
         self.assert_incorrect(verdict, "a test failed")
