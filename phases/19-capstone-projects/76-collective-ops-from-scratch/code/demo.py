@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import shlex
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ranks import under_torchrun
@@ -64,6 +66,14 @@ def say(text: str = "") -> None:
     """Print a line (on rank 0 only)."""
     if is_main():
         print(text, flush=True)
+
+
+def head(card: str, torch_version: str) -> None:
+    """Print what the record of a run on a GPU begins with."""
+    say(f"# card: {card}")
+    say(f"# torch: {torch_version}")
+    say(f"# date: {datetime.now(timezone.utc):%Y-%m-%d}")
+    say(f"# command: python code/main.py {shlex.join(sys.argv[1:])}")
 
 
 def table(columns: list[str], rows: list, title: str = "") -> None:

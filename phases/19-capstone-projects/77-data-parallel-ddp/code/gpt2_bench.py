@@ -30,11 +30,13 @@ SIZES = {  # GPT-2's, with a tied head; the last one is for a test
 class Contender:
     """How to build one, and the dtypes of its row: parameters / gradients / gradients as sent / optimizer state.
 
-    `build(size, comm)` returns (what to call, the optimizer, whether to autocast).
+    `build(size, comm)` returns (what to call, the optimizer, whether to autocast). `trains`: must its losses be the
+    other rows'?
     """
 
     build: Callable[[str, Comm], tuple]
     dtypes: str
+    trains: bool = True
 
 
 def gpt(size: str, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -117,6 +119,8 @@ def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str
     """
     settings = args.size, args.batch
     found = run_ranks(measure, args.world_size, contenders, list(targets), *settings, backend=args.backend)[0]
+    if args.backend == "nccl":
+        demo.head(found["where"].partition(", torch")[0], torch.__version__)
     title = f"GPT-2 {args.size}, {args.batch} x {SIZES[args.size]['seq']} tokens a rank, {found['where']}"
     columns = ["", "parameters / gradients / sent / state", "peak MiB", "first loss", f"loss of step {CHECKED_STEPS}"]
     rows = [
@@ -136,7 +140,7 @@ def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str
     demo.table(columns, rows, f"ms a step, {PAIRS} interleaved pairs of {REPEATS} steps, no checks")
     demo.say()
     claims = demo.Claims()
-    check_losses(claims, {name: each["losses"] for name, each in found["alone"].items()})
+    check_losses(claims, {name: each["losses"] for name, each in found["alone"].items() if contenders[name].trains})
     for (mine, theirs), target in targets.items() if args.backend == "nccl" else ():
         if target is not None:
             row = found["rows"][mine, theirs][1]

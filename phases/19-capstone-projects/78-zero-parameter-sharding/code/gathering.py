@@ -131,6 +131,11 @@ class Gathering:
                     adopt(unit.data[shard.start : shard.end], shard.master)
             self.free_all()
 
+    def graphs_outdated(self) -> None:
+        """The parameters' versions were raised though nobody wrote to what stands for them."""
+        for absence in self.absences:
+            absence.note_versions()
+
     def _begin_forward(self) -> None:
         if torch._C._current_graph_task_id() < 0:  # not a forward that runs again in backward
             self.in_backward = False  # should the last one have failed

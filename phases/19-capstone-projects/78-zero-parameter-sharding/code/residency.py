@@ -32,20 +32,29 @@ class Absence:
         self.nan = torch.full((), float("nan"), dtype=params[0].dtype, device=params[0].device)
         for param in params:
             param.absent = self.nan.expand(param.shape)
-        self.versions = [param._version for param in params]
+        self.note_versions()
+
+    @property
+    def by_version(self) -> bool:
+        """Is a write noticed by torch's count of changes? To look at the NaN would be to wait for the GPU."""
+        return self.nan.is_cuda
 
     def begin(self) -> None:
         """Let the parameters be absent."""
         for param in self.params:
             param.data = param.absent
-        if self.nan.is_cuda:
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Take all changes until now for known."""
+        if self.by_version:
             self.versions = [param._version for param in self.params]
 
     def written(self) -> list[int]:
         """Return which parameters were replaced or written to since `begin`; all, if it cannot be told which."""
         if found := [i for i, param in enumerate(self.params) if not is_absent(param)]:
             return found
-        if self.nan.is_cuda:  # to look at it would be to wait
+        if self.by_version:
             return [i for i, param in enumerate(self.params) if param._version != self.versions[i]]
         return [] if self.nan.isnan() else list(range(len(self.params)))
 

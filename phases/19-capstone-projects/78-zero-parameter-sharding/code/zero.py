@@ -219,7 +219,7 @@ class ZeroOptimizer(OptimizerBase):
                 self._report_skips()
         finally:
             self.gradients.free()
-            increment_version([slot.param for slot in self._slots])  # autograd then refuses graphs from before
+            self._outdate_graphs()
         return loss
 
     def _any_bad(self) -> torch.Tensor:
@@ -236,6 +236,12 @@ class ZeroOptimizer(OptimizerBase):
             log.warning("skipped, %d in a row: %s", in_a_row, self.last_skip)
         if in_a_row >= self.max_skipped:
             raise RuntimeError(f"{in_a_row} steps in a row were skipped; the last was {self.last_skip}")
+
+    def _outdate_graphs(self) -> None:
+        """Have autograd refuse graphs from before the parameters changed."""
+        increment_version([slot.param for slot in self._slots])
+        if self.gathering is not None:
+            self.gathering.graphs_outdated()
 
     def _gather(self, shard: Shard) -> list[Work]:
         return gather_from_shards(self.comm, shard) if self.stage < 3 else []  # stage 3: before the next forward
@@ -283,5 +289,5 @@ class ZeroOptimizer(OptimizerBase):
         for shard in self.shards if self.stage < 3 else ():
             for work in gather_from_shards(self.comm, shard, everything=True):
                 work.wait()
-        increment_version([slot.param for slot in self._slots])
+        self._outdate_graphs()
         self.call_hooks("load_state_dict_post")

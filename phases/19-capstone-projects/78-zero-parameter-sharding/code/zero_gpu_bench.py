@@ -1,6 +1,7 @@
 """`--bench --size 124M` or `774M`: GPT-2 on GPUs, our recipes beside torch's usual ones, with each row's dtypes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from comm import Comm
@@ -11,6 +12,7 @@ BF16, FP32 = "ours, bf16", "ours, fp32"
 SECOND, THIRD = "ours, stage 2", "ours, stage 3"
 ZRO, ZRO_TUNED = "DDP + ZeroRedundancyOptimizer", "DDP + ZeroRedundancyOptimizer, tuned"
 FSDP, FSDP_KEEPS = "FSDP2", "FSDP2, keeps parameters"
+LIMIT = "forward and backward alone"
 
 
 def ours(size: str, comm: Comm, dtype: torch.dtype, **options) -> tuple:
@@ -43,6 +45,12 @@ def fsdp(size: str, comm: Comm, reshard: bool) -> tuple:
     return module, torch.optim.AdamW(module.parameters(), LR, fused=True), False
 
 
+def neither_sent_nor_updated(size: str, comm: Comm) -> tuple:
+    """Return the same without an optimizer: no way of training this model can be faster than its gradients are."""
+    module = gpt(size, comm.device, torch.bfloat16)
+    return module, SimpleNamespace(step=lambda: None, zero_grad=module.zero_grad), False
+
+
 AUTOCAST = "fp32 / fp32 / fp32 / fp32 moments; autocast"
 MASTERS = "bf16 / bf16 / bf16 / fp32 master, moments"
 MIXED = "fp32, used as bf16 / fp32 / bf16 / fp32 moments"
@@ -59,6 +67,7 @@ def first_stage(bucket_mb: float) -> dict[str, Contender]:
         FP32: Contender(partial(ours, bucket_cap_mb=bucket_mb, dtype=torch.float32), AUTOCAST),
         ZRO: Contender(partial(sharded, tuned=False), AUTOCAST),
         ZRO_TUNED: Contender(partial(sharded, tuned=True), AUTOCAST),
+        LIMIT: Contender(neither_sent_nor_updated, "bf16 / bf16 / none / none", trains=False),
     } | THEIRS
 
 
@@ -84,6 +93,7 @@ def targets(size: str, batch: int) -> dict[tuple[str, str], float | None]:
         (BF16, ZRO_TUNED): None,
         (BF16, FSDP): recipe,
         (BF16, FSDP_KEEPS): recipe if batch == 4 else None,
+        (LIMIT, FSDP_KEEPS): None,
     }
 
 

@@ -6,9 +6,10 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 
 import warnings
 from functools import partial
+from unittest import mock
 
 import torch
-from residency import is_absent
+from residency import Absence, is_absent
 from stage_cases import Tower, batch, loss_of, params_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -496,6 +497,32 @@ class TestOtherModels(unittest.TestCase):
 
         expected = {"all_gather": 5, "reduce_scatter": 2, "all_reduce": 1}
         self.assertEqual(virtual(2, worker), [expected] * 2)
+
+
+@mock.patch.object(Absence, "by_version", True)
+class TestAsOnAGpu(TestGathered, TestOtherForwards, TestCheckpointing):
+    """There a write is noticed by torch's count of changes, which the optimizer raises, too."""
+
+    def test_a_state_that_was_loaded_is_no_write(self):
+        def worker(comm):
+            module = Tower()
+            optimizer = optimizer_for(module, comm, stage=3)
+            step_of(module, optimizer, comm)
+            optimizer.load_state_dict(optimizer.state_dict())
+            loss_of(module, 1, comm.rank).backward()
+
+        virtual(2, worker)
+
+    def test_a_write_after_a_step_is_noticed(self):
+        def worker(comm):
+            module = Tower()
+            optimizer = optimizer_for(module, comm, stage=3)
+            step_of(module, optimizer, comm)
+            nn.init.zeros_(module.inlet.weight)
+            with self.assertRaisesRegex(ValueError, "inlet.weight was written while it was not gathered"):
+                loss_of(module, 1, comm.rank)
+
+        virtual(2, worker)
 
 
 if __name__ == "__main__":

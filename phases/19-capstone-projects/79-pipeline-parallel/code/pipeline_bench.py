@@ -34,6 +34,8 @@ def bench(args) -> int:
         raise SystemExit(f"--bench: torch's interleaved schedules need a multiple of {n} microbatches, got {m}")
     results = run_ranks(bench_worker, n, m, args.seed, backend=args.backend, timeout=1800)
     found = results[0]
+    if args.backend == "nccl":
+        demo.head(f"{n} x {found['gpipe']['where'].removeprefix('nccl, ')}", torch.__version__)
     demo.table(
         ["schedule", "torch's class", "ours, ms", "torch's, ms", "ratio", "low", "high"],
         [[name, THEIRS[name], *row["times"]] for name, row in found.items()],

@@ -4,9 +4,6 @@ With `--compile` the blocks of every row's model go through torch.compile, each 
 torch's DDP compiled as a whole, which takes minutes to compile.
 """
 
-import shlex
-import sys
-from datetime import datetime, timezone
 from functools import partial
 
 import ddp_gpu_bench  # 77
@@ -99,7 +96,7 @@ def bench(args) -> int:
         targets[DDP, WHOLE] = 1.0
     found = run_ranks(measure, args.world_size, rows, list(targets), args.size, args.batch, backend=args.backend)[0]
     card = found["where"].partition(", torch")[0]  # as the ranks have seen it
-    head(card)
+    demo.head(card, torch.__version__)
     show_rows(rows, found["alone"])
     show_pairs(found["rows"], args, card)
     demo.say()
@@ -109,14 +106,6 @@ def bench(args) -> int:
         claim = f"target: row {mine!r} at least {target} times as fast as row {theirs!r}"
         claims.check(claim, *found["rows"][mine, theirs][1].against(target))
     return claims.verdict("tokens/s of GPT-2 beside torch's own")
-
-
-def head(card: str) -> None:
-    """Print what a record of the run begins with."""
-    demo.say(f"# card: {card}")
-    demo.say(f"# torch: {torch.__version__}")
-    demo.say(f"# date: {datetime.now(timezone.utc):%Y-%m-%d}")
-    demo.say(f"# command: python code/main.py {shlex.join(sys.argv[1:])}")
 
 
 def show_rows(rows: dict[str, Contender], alone: dict[str, dict]) -> None:
