@@ -26,8 +26,9 @@ class Call:
 class Gathering:
     """Gathers parameters before a block's forward and backward, the next block's meanwhile, and frees them after.
 
-    `blocks` are in forward order, the root last: its units are there from its forward to the end of backward. So a step
-    gathers a block's units twice, the root's once. All ranks must run the same blocks in the same order.
+    `blocks` are in forward order, the root last: its units are there in all of forward, and in all of backward. Not in
+    between: that is where the loss is, and memory at its peak. So a step gathers each unit twice. All ranks must run
+    the same blocks in the same order.
 
     When backward goes from one block to another, the first is over: its parameters are freed and its gradients leave.
     Not earlier, when its last gradient comes: a rank may have none, and all must communicate in one order.
@@ -147,11 +148,11 @@ class Gathering:
             self.take(number)
 
     def _end_forward(self, out) -> None:
-        if not torch.is_grad_enabled():
-            self.free_all()
+        if self.in_backward:  # a checkpointed forward that runs again
             return
-        for tensor in _that_need_gradients(out):
+        for tensor in _that_need_gradients(out) if torch.is_grad_enabled() else ():
             tensor.register_hook(lambda grad: self._begin_backward())
+        self.free_all()
 
     def _ask_for(self, place: int) -> None:
         for number in self.inner[place].units if place < len(self.inner) else ():
@@ -184,7 +185,7 @@ class Gathering:
         self.in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.gradients.backward_begins()
-        for number in self.root:  # gone if something else was computed since forward
+        for number in self.root:
             self.take(number)
 
     def _come_to(self, call: Call) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
 import contextlib
+import gc
 import io
 
 import memory_calculator
@@ -176,9 +177,9 @@ class TestFreedNotZeroed(unittest.TestCase):
 
 def on_gpus(rank: int, world_size: int) -> dict:
     """Train each stage on a GPU; return {stage: (allocated after backward beyond the first, peak)} of its allocator."""
-    found = {}
+    found, comm = {}, TorchComm()
     for stage in (1, 2, 3):
-        comm = TorchComm()
+        gc.collect()  # a module with hooks is a cycle: the last stage's would be freed in the midst of this one
         torch.cuda.empty_cache()
         began = torch.cuda.memory_allocated()
         module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).to(comm.device)
