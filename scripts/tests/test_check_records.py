@@ -28,6 +28,10 @@ class TestRecords(FakeCourse):
         self.texts()
         self.assert_good()
 
+    def test_zeros_at_the_end_of_a_fraction_are_no_difference(self):
+        self.texts(record=RECORD.replace("239.5 ms", "239.5000 ms"), table=TABLE.replace("1.01 (1.00", "1.010 (1.0"))
+        self.assert_good()
+
     def test_a_number_in_the_table_that_the_run_did_not_print(self):
         line = self.texts(table=TABLE.replace("239.5", "229.5"))
         self.assert_docs_fault(line - 4, "229.5 is not in gpu_runs/spin.txt")
