@@ -21,6 +21,21 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return {"cpu": torch.get_rng_state(), **cuda}
 
 
+def check_random_state(saved: dict[str, torch.Tensor], now: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Raise ValueError unless `saved` has the names, dtypes and shapes of `now`, and generators can go on from it.
+
+    Other generators than those in use try it.
+    """
+    found, expected = ({name: (x.dtype, x.shape) for name, x in each.items()} for each in (saved, now))
+    if found != expected:
+        raise ValueError(f"random state: expected {expected}, found {found}")
+    for name, state in saved.items():
+        try:
+            torch.Generator("cpu" if name == "cpu" else device).set_state(state)
+        except RuntimeError as error:
+            raise ValueError(f"random state {name!r} is none that a generator can have: {error}") from None
+
+
 def set_random_state(saved: dict[str, torch.Tensor]) -> None:
     """Set what `random_state` returned."""
     torch.set_rng_state(saved["cpu"])

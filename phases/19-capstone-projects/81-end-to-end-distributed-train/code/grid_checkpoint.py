@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 from checkpoint import save_shard  # 80
-from determinism import random_state, set_random_state
-from manifest import CheckpointError  # 80
+from determinism import check_random_state, random_state, set_random_state
 from memory import check_whole
 from part import Part
 from plan import DTYPES, parse_plan
 from recipe import Reader
-from resume import changes, read_checkpoint
+from resume import changes, check_counts, read_checkpoint, refuse_together
 
 TENSORS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -78,11 +77,11 @@ class GridCheckpoints:
         every rank, with nothing changed, for any other plan, another recipe, or a damaged checkpoint.
         """
         saved = read_checkpoint(folder, self.comm, self._fault_of_owner, self.layout())
-        for fault in filter(None, self.comm.agree(self._fault_in(saved))):
-            raise CheckpointError(f"{folder}: {fault}")
+        refuse_together(folder, self.comm, lambda: self._fault_in(saved))
         optimizer = self.part.optimizer
         state = {unit["unit"]: saved["units"][key] for key, unit in self.own.items()}
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state} | saved["counts"])
+        counts = {key: saved["counts"][key] for key in ("steps", "skipped_steps")}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state} | counts)
         optimizer.zero_grad()
         if len(saved["random"]) == self.comm.world_size:
             mine = saved["random"][self.comm.rank]
@@ -93,6 +92,8 @@ class GridCheckpoints:
         return saved["position"]
 
     def _fault_of_owner(self, was: dict) -> str:
+        if "plan" not in was and "corpus" in was:
+            return "saved by a run without a plan: it goes on without one (main.py --resume)"
         before, now = parse_plan(was["plan"]), self.part.plan
         for name in ("pp", "tp", "zero", "dtype"):
             if getattr(before, name) != getattr(now, name):
@@ -111,10 +112,8 @@ class GridCheckpoints:
             wanted, found = [_kinds(each["units"]) for each in (mine, saved)]
             wanted["names"], found["names"] = mine["names"], saved["names"]
             if len(saved["random"]) == self.comm.world_size:
-                wanted |= _kinds({"random": mine["random"]})
-                found |= _kinds({"random": saved["random"][self.comm.rank]})
-            for name, count in saved["counts"].items():
-                check_whole(name, count, least=0)
+                check_random_state(saved["random"][self.comm.rank], mine["random"], self.comm.device)
+            check_counts(saved["counts"], saved["position"])
             wrong = [
                 f"{key}: expected {wanted[key]}, found {found.get(key)}"
                 for key in wanted

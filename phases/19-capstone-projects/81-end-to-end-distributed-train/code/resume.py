@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from manifest import CheckpointError, read_manifest
+from memory import check_whole
 from reshard_load import load_resharded
 from shardfile import ShardReader
 from storage import DISK
@@ -22,17 +23,36 @@ def read_checkpoint(folder: Path | str, comm, check_owner: Callable[[dict], str]
     another's, damaged, or none at all.
     """
 
-    def look(rank: int) -> None:
+    def look() -> str | None:
         job = saved_job(folder)
         try:
-            fault = check_owner(job)
+            return check_owner(job)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            fault = f"saved by another training loop, whose job is {job}: {error!r}"
-        if fault:
+            return f"saved by another training loop, whose job is {job}: {error!r}"
+
+    refuse_together(folder, comm, look)
+    return load_resharded(folder, comm, layout=layout, per_rank=("random",))
+
+
+def refuse_together(folder: Path | str, comm, fault_in: Callable[[], str | None]) -> None:
+    """Raise the same CheckpointError on every rank if `fault_in()` says on any of them what is wrong; all call it.
+
+    It names the folder, and the ranks whose fault it is, unless all have the same.
+    """
+
+    def look(rank: int) -> None:
+        if fault := fault_in():
             raise CheckpointError(f"{folder}: {fault}")
 
     Team.of_comm(comm).together(look)
-    return load_resharded(folder, comm, layout=layout, per_rank=("random",))
+
+
+def check_counts(counts: dict, position: int) -> None:
+    """Raise ValueError unless an optimizer can have taken and skipped so many steps by step `position`."""
+    for name in ("steps", "skipped_steps"):
+        check_whole(name, counts[name], least=0)
+    if counts["steps"] + counts["skipped_steps"] > position:
+        raise ValueError(f"the optimizer has counted {counts['steps']} + {counts['skipped_steps']} of {position} steps")
 
 
 def saved_job(folder: Path | str) -> dict:

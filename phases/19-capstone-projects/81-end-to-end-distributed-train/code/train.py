@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +17,13 @@ from checkpoint import CheckpointError, save_shard  # 80: all ranks' files, or n
 from comm import TorchComm  # 76: the ranks
 from corpus import Batches
 from counter import not_finite  # 78: in one pass
-from determinism import be_deterministic, noise_seed, random_state, set_random_state
+from determinism import be_deterministic, check_random_state, noise_seed, random_state, set_random_state
 from flat import flat_param_numel
 from gpt import MiniGPT
 from job import Job
 from memory import check_whole
 from mesh import must_agree  # 76: one error on every rank, before anything is changed
-from resume import changes, read_checkpoint  # 80's load_resharded, for its owner only
+from resume import changes, check_counts, read_checkpoint, refuse_together  # 80's load_resharded, for its owner only
 from spike_guard import SpikeGuard
 from zero import ZeroOptimizer  # 78: the mean gradient, sharded Adam
 
@@ -136,10 +135,8 @@ class Trainer:
         Raises the same CheckpointError on every rank, with nothing changed, if the checkpoint is damaged, of another
         job, or not of this loop at all.
         """
-        differs = partial(changes, now=self.identity, may_change=self.job.may_change)
-        saved = read_checkpoint(folder, self.comm, differs, self._layout())
-        for fault in filter(None, self.comm.agree(self._fault_in(saved))):
-            raise CheckpointError(f"{folder}: {fault}")
+        saved = read_checkpoint(folder, self.comm, self._fault_of_owner, self._layout())
+        refuse_together(folder, self.comm, lambda: self._fault_in(saved))
         try:
             self.optimizer.load_state_dict(saved["optimizer"] | {"layout": self.optimizer.layout()})
         except ValueError as error:  # on every rank, with nothing changed
@@ -157,22 +154,26 @@ class Trainer:
     def _layout(self) -> list[dict]:
         return [place | {"unit": f"optimizer/state/{place['unit']}"} for place in self.optimizer.layout()]
 
+    def _fault_of_owner(self, was: dict) -> str:
+        if isinstance(was.get("plan"), str):
+            how = "train_on_grid(..., resume=...) goes on with it, under this plan or one that has another dp and m"
+            return f"saved by a run over a grid, under the plan {was['plan']}: {how}"
+        return changes(was, self.identity, self.job.may_change)
+
     def _fault_in(self, saved: dict) -> str | None:
         """Say why this run cannot go on from a saved state; None if it can."""
         try:
             check_whole("position", saved["position"], least=0)
             if saved["position"] >= self.job.steps:
                 return f"saved after {saved['position']} steps, and the run has only {self.job.steps}"
-            self.batches.drawn_at(saved["data"])
-            if not all(isinstance(loss, float) for loss in saved["losses"]):
-                return f"losses: expected numbers, found {saved['losses']}"
-            if len(saved["random"]) != self.world_size:
-                return None
-            mine = random_state(self.comm.device)
-            kinds, expected = (
-                {name: (x.dtype, x.shape) for name, x in each.items()} for each in (saved["random"][self.rank], mine)
-            )
-            return None if kinds == expected else f"random state: expected {expected}, found {kinds}"
+            self.batches.take(self.batches.drawn_at(saved["data"]))  # the next batch: that there is one
+            check_counts(saved["optimizer"], saved["position"])
+            if not all(isinstance(loss, float) and math.isfinite(loss) for loss in saved["losses"]):
+                return f"losses: expected finite numbers, found {saved['losses']}"
+            if len(saved["random"]) == self.world_size:
+                device = self.comm.device
+                check_random_state(saved["random"][self.rank], random_state(device), device)
+            return None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return f"not a checkpoint of this training loop: {error!r}"
 

@@ -16,6 +16,7 @@ import grid_checkpoint
 import torch
 from checkpoint import load_sharded, save_sharded
 from comm import TorchComm
+from corpus import synthetic
 from grid import Grid
 from grid_checkpoint import GridCheckpoints
 from grid_train import train_on_grid
@@ -26,6 +27,7 @@ from part import Part
 from plan import Plan, parse_plan
 from ranks import run_ranks
 from recipe import Reader, Recipe
+from train import Job, train
 from virtual import VirtualCluster
 
 SAVED = 3
@@ -231,7 +233,11 @@ class TestRefused(Saved):
             (lambda state: state["counts"].update(steps=-1), "steps must be a whole number"),
             (lambda state: state["names"]["pp0 tp0 unit0"].reverse(), "names: expected .*, found"),
             (lambda state: state.pop("data"), "not a checkpoint of a grid: KeyError"),
-            (lambda state: state["random"].pop("own"), "random: expected"),
+            (lambda state: state["random"].pop("own"), "random state: expected"),
+            (lambda state: state["random"]["own"].zero_(), "random state .+own.+ is none that a generator can have"),
+            (lambda state: state["random"]["cpu"].zero_(), "random state .+cpu.+ is none that a generator can have"),
+            (lambda state: state["counts"].update(steps=10**400), "the optimizer has counted 10+ . 0 of 3 steps"),
+            (lambda state: state["counts"].pop("steps"), "not a checkpoint of a grid: KeyError.'steps'"),
             (lambda state: state["job"].update(plan=7), "'int' object has no attribute 'replace'"),
             (lambda state: state["job"].update(plan="fast"), "a plan is written like"),
         ]:
@@ -261,6 +267,23 @@ class TestRefused(Saved):
             self.assert_refused(parse_plan("dp2"), QUIET, folder, message)
             save_sharded([{"weights": 7}] * 2, folder, 3)
             self.assert_refused(parse_plan("dp2"), QUIET, folder, "does not say of which job")
+
+    def test_the_core_loop_and_the_grid_know_each_other(self):
+        folder, job = self.saved(parse_plan("dp2 zero1"), QUIET), Job(synthetic(7, 2_000), steps=2)
+
+        def fail(mesh):
+            with self.assertRaises(CheckpointError) as caught:
+                train(mesh.rank, 2, replace(job, resume=folder), MeshComm(mesh))
+            return str(caught.exception)
+
+        how = "train_on_grid(..., resume=...) goes on with it, under this plan or one that has another dp and m"
+        expected = f"{folder}: saved by a run over a grid, under the plan dp2 pp1 tp1 zero1 m1: {how}"
+        self.assertEqual(VirtualCluster(2).run(fail), [expected] * 2)
+        with tempfile.TemporaryDirectory() as parent:
+            job = replace(job, save_at=(1,), folder=Path(parent))
+            VirtualCluster(2).run(lambda mesh: train(mesh.rank, 2, job, MeshComm(mesh)))
+            message = "step_1: saved by a run without a plan: it goes on without one .main.py --resume."
+            self.assert_refused(parse_plan("dp2 zero1"), QUIET, job.folder / "step_1", message)
 
     def test_ranks_that_were_told_different_checkpoints(self):
         def fail(mesh):

@@ -582,6 +582,16 @@ class TestResume(unittest.TestCase):
 
             return edit
 
+        def move_on(samples: int):
+            """Far enough for no seed to be left."""
+
+            def edit(states):
+                for state in states:
+                    epoch, place = divmod(samples, state["data"]["windows"])
+                    state["data"].update(samples=samples, epoch=epoch, place=place)
+
+            return edit
+
         for edit, message in [
             (change(None, ["position"], None), "not a checkpoint of this training loop: KeyError"),
             (change(None, ["position"], True), "not a checkpoint of this training loop"),
@@ -592,8 +602,16 @@ class TestResume(unittest.TestCase):
             (change(None, ["data", "samples"], 81), "the data's position: place was 18, is 19"),
             (change(None, ["data", "tokens"], "other"), "the data's position: tokens was 'other', is"),
             (change(None, ["data"], None), "not a checkpoint of this training loop: KeyError"),
-            (change(None, ["losses"], ["low"]), "losses: expected numbers, found ..low"),
-            (change(1, ["random", "cpu"], torch.zeros(3, dtype=torch.uint8)), "random state: expected"),
+            (move_on(10**40), "not a checkpoint of this training loop: ValueError"),
+            (change(None, ["losses"], ["low"]), "losses: expected finite numbers, found ..low"),
+            (change(None, ["losses"], [1.0, math.nan]), "losses: expected finite numbers, found .*nan"),
+            (change(None, ["optimizer", "steps"], 10**400), "the optimizer has counted 10+ .* of 10 steps"),
+            (change(None, ["optimizer", "skipped_steps"], 1), "the optimizer has counted 10 . 1 of 10 steps"),
+            (change(1, ["random", "cpu"], torch.zeros(3, dtype=torch.uint8)), "^rank 1 failed: .*random state: exp"),
+            (
+                change(1, ["random", "cpu"], torch.zeros_like(torch.get_rng_state())),
+                "^rank 1 failed: .*random state .+cpu.+ is none that a generator can have",
+            ),
             (change(0, ["random"], {}), "random state: expected"),
             (change(0, ["job", "device"], "cuda"), "device was 'cuda', is 'cpu'"),
         ]:
