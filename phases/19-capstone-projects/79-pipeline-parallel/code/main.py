@@ -9,6 +9,7 @@ import demo  # 76: flags, tables, the verdict
 import torch
 from chrome_trace import save_trace  # a timeline for Perfetto
 from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
+from given_flags import allow_only  # a flag that would do nothing is refused
 from gantt import render_gantt, render_timeline, save_gantt, save_memory  # a timeline as a picture
 from instructions import ScheduleError  # names the instruction that is wrong
 from lone_messages import add_lone_messages, pass_messages  # what deadlocks
@@ -235,8 +236,17 @@ def main() -> int:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
     if args.deeper and args.bench:
         parser.error("--deeper and --bench are two programs: choose one")
-    if args.deeper and (args.backend != "gloo" or under_torchrun()):
-        parser.error("--deeper starts its own CPU ranks: leave --backend nccl and torchrun out")
+    if args.deeper and under_torchrun():
+        parser.error("--deeper starts its own CPU ranks: run it without torchrun")
+    if args.deeper:
+        allow_only(parser, "--deeper, whose sizes are fixed", "deeper")
+    if args.bench:
+        allow_only(parser, "--bench", "bench world_size microbatches seed backend")
+        if args.microbatches % args.world_size:
+            parser.error(
+                f"--bench: torch's interleaved schedules need a multiple of {args.world_size} microbatches, "
+                f"got {args.microbatches}"
+            )
     for chosen, other in ((args.bench, bench), (args.deeper, deeper)):
         if chosen:
             return other(args)

@@ -1,12 +1,18 @@
+import argparse
 import importlib.util
+import io
 import json
 import subprocess
 import sys
 import tempfile
 import unittest
+from contextlib import redirect_stderr
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
+
+from given_flags import allow_only, given
 
 MAIN = Path(__file__).resolve().parents[1] / "code" / "main.py"
 PUBLIC = "bubble_fraction gpipe_schedule measure_bubble render_gantt StageMLP run_pipeline SCHEDULES make_schedule"
@@ -54,11 +60,63 @@ class TestDeeper(unittest.TestCase):
         self.assertIn("7 of 7 claims hold", run.stdout)
 
 
+class TestFlags(unittest.TestCase):
+    def test_one_that_would_do_nothing_is_refused(self):
+        main = load_main()
+        for flags, message in {
+            "--bench --batch 4": "--batch: not used by --bench",
+            "--bench --steps 5 --out x": "--out, --steps: not used by --bench",
+            "--deeper --seed 7": "--seed: not used by --deeper, whose sizes are fixed",
+            "--deeper --world-size 2 --backend gloo": "--world-size, --backend: not used by --deeper",
+            "--deeper --microbatches 2 --batch 2 --steps 2 --out x": "--out, --microbatches, --batch, --steps: not",
+            "--deeper --bench": "--deeper and --bench are two programs: choose one",
+            "--bench --world-size 2 --microbatches 3": "need a multiple of 2 microbatches, got 3",
+            "--world-size 9": "the model has 8 layers, too few for 9 stages",
+        }.items():
+            errors, argv = io.StringIO(), ["main.py", *flags.split()]
+            with self.subTest(flags), mock.patch.object(sys, "argv", argv), redirect_stderr(errors):
+                with self.assertRaises(SystemExit) as ended:
+                    main.main()
+                self.assertEqual(ended.exception.code, 2)
+                self.assertIn(message, errors.getvalue())
+
+    def test_those_that_are_used_are_not(self):
+        main = load_main()
+        for flags, called in {
+            "--bench --world-size 2 --microbatches 4 --seed 3 --backend gloo": "bench",
+            "--deeper": "deeper",
+        }.items():
+            argv, program = ["main.py", *flags.split()], mock.Mock(return_value=0)
+            with mock.patch.object(sys, "argv", argv), mock.patch.object(main, called, program):
+                self.assertEqual(main.main(), 0)
+            program.assert_called_once()
+
+    def test_a_flag_is_given_or_not_whatever_its_value(self):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--count", type=int, default=3)
+        parser.add_argument("--yes", action="store_true")
+        parser.add_argument("--more", action="append", default=[])
+        parser.add_argument("--way", nargs="?", const="usual")
+        for argv, names in {
+            "": [],
+            "--count 3": ["count"],
+            "--count 0 --yes": ["count", "yes"],
+            "--way --more a --more b": ["more", "way"],
+        }.items():
+            self.assertEqual(given(parser, argv.split()), names)
+        allow_only(parser, "this", "yes way", ["--yes", "--way"])
+
+
+def load_main():
+    spec = importlib.util.spec_from_file_location("main_79", MAIN)
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    return main
+
+
 class TestPublicNames(unittest.TestCase):
     def test_main_exposes_them(self):
-        spec = importlib.util.spec_from_file_location("main_79", MAIN)
-        main = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(main)
+        main = load_main()
         for name in [*PUBLIC.split(), "check_schedule", "Pipeline"]:
             self.assertIn(name, main.__all__)
         for name in main.__all__:
