@@ -20,6 +20,7 @@ import reruns.commands
 from check_all import check_course
 from faults import UserError
 from lessons import Course, UnknownLesson
+from quietly import quietly
 from testrun import run_tests, summary, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,11 +108,12 @@ def run_lesson(course: Course, args: argparse.Namespace) -> int:
     main = course.find(args.lesson).folder / "code" / "main.py"
     if not main.is_file():
         raise UnknownLesson(f"lesson {args.lesson} has no {main.relative_to(course.root).as_posix()}")
-    return become([sys.executable, str(main), *args.passed_on])
+    return become([str(main), *args.passed_on])
 
 
-def become(command: list[str], environment: dict[str, str] | None = None) -> int:
-    """Run a command in this one's place; return its exit code where a process cannot become another."""
+def become(script: list[str], environment: dict[str, str] | None = None) -> int:
+    """Run a Python script in this one's place; return its exit code where a process cannot become another."""
+    command = [sys.executable, str(Path(__file__).with_name("quietly.py")), *script]
     environment = {**os.environ, **(environment or {})}
     if os.name == "posix":
         sys.stdout.flush()
@@ -144,8 +146,8 @@ def climb(course: Course, args: argparse.Namespace) -> int:
 def become_module(course: Course, lesson: str, module: str, arguments: list[str]) -> int:
     """Run a lesson's module, with every lesson's code at hand, in this command's place."""
     folders = [str(each.folder / "code") for each in course.lessons]
-    command = [sys.executable, str(course.find(lesson).folder / "code" / module), *arguments]
-    return become(command, {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])})
+    script = [str(course.find(lesson).folder / "code" / module), *arguments]
+    return become(script, {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])})
 
 
 def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:
@@ -213,4 +215,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

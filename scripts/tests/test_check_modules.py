@@ -2,7 +2,7 @@ import unittest
 
 from fake_course import IDIOM, FakeCourse
 
-from check_modules import machine_paths, source_faults
+from check_modules import AS_PYTHON, machine_paths, source_faults
 
 CODE = f"{FakeCourse.WHEELS}/code"
 
@@ -55,6 +55,8 @@ class TestSources(FakeCourse):
             self.assertTrue(source_faults(source, "main"), source)
         self.assertEqual(source_faults("import os\nos.path.join('a')\nx.sys.path", "module"), [])
         self.assertEqual(source_faults(IDIOM, "main"), [])
+        self.assertEqual(source_faults(f"import sys\n{AS_PYTHON}", "script"), [])  # runs another script in its place
+        self.assertTrue(source_faults(f"import sys\n{AS_PYTHON}", "module"))
 
 
 class TestMachinePaths(FakeCourse):
