@@ -91,7 +91,9 @@ def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -
         wanted = bank.quiz(lesson)
         for sheet in sheets:
             if sheet.quiz is not wanted:
-                raise UserError(f"{sheet.place}: answers to {sheet.quiz.lesson}; {wanted.lesson} is to be graded")
+                raise UserError(
+                    f"{sheet.place_of('lesson')}: answers to {sheet.quiz.lesson}; {wanted.lesson} is to be graded"
+                )
     if not sheets:
         raise UserError("no answer sheet was found; .json files, folders of them, or a .csv are expected")
     return sheets
@@ -137,9 +139,10 @@ def _student(sheet: Sheet, roster: Roster | None) -> Student:
     try:
         found = roster.find(name)
     except UserError as error:
-        raise UserError(f"{sheet.place}: {error}") from error
+        raise UserError(f"{sheet.place_of('student')}: {error}") from error
     if found is None:
-        raise UserError(f"{sheet.place}: the student {name!r} is not in {roster.path}")
+        whose = "" if sheet.student else "it does not say whose it is, and by its own name "
+        raise UserError(f"{sheet.place_of('student')}: {whose}the student {name!r} is not in {roster.path}")
     return found
 
 

@@ -45,11 +45,16 @@ class Sheet:
     answers: dict[str, int | None] = field(default_factory=dict)
     path: Path = Path("sheet")
     line: int = 1
+    lines: dict[str, int] = field(default_factory=dict, compare=False)  # where its parts stand: {"student": 5}
 
     @property
     def place(self) -> str:
         """Where it stands, as a message shows it."""
         return f"{self.path}:{self.line}"
+
+    def place_of(self, part: str) -> str:
+        """Where a part of it stands; where it stands itself, if that is not known."""
+        return f"{self.path}:{self.lines.get(part, self.line)}"
 
     def to_json(self, blank: str | None = None) -> str:
         """The sheet as a file; `blank` is what stands for no answer, null or ""."""
@@ -77,6 +82,7 @@ def read_sheet(path: Path, bank: Bank) -> Sheet:
     if found["quiz"] != quiz.sha256:
         raise UserError(f"{path}:{located.line('quiz')}: {other_version(found['quiz'], quiz)}")
     sheet = Sheet(quiz, found["seed"], found.get("student") or None, found.get("name"), found.get("time"), path=path)
+    sheet.lines = {part: located.line(part) for part in found}
     for name, answer in found["answers"].items():
         sheet.answers[name] = _answer(located, sheet, name, answer)
     return sheet

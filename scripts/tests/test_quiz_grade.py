@@ -143,12 +143,19 @@ class TestGradeQuiz(QuizCase):
     def test_who_is_not_in_the_roster(self):
         roster = self.file("r.csv", "id,name\ns1,Ada\ns2,Alan\ns3,Alan\n")
         self.put_class()
-        self.file("in/s9.json", self.sheet("s9"))
-        self.refused(
-            f"s9.json:1: the student 's9' is not in {roster}", "grade-quiz", self.work / "in", "--roster", roster
-        )
+        path = self.file("in/s9.json", self.sheet("s9"))
+        grade = ("grade-quiz", self.work / "in", "--roster", roster)
+        line = path.read_text().splitlines().index(' "student": "s9"') + 1
+        self.assertGreater(line, 1)
+        self.refused(f"{path}:{line}: the student 's9' is not in {roster}", *grade)
         self.file("in/s9.json", self.sheet("Alan"))
-        self.refused("s9.json:1: ", "grade-quiz", self.work / "in", "--roster", roster)
+        self.refused(f"{path}:{line}: {roster}: 'Alan' could be any of: s2 (line 3), s3 (line 4)", *grade)
+        self.file("in/s9.json", self.sheet())
+        whose = "it does not say whose it is, and by its own name the student 's9' is not in"
+        self.refused(f"{path}:1: {whose} {roster}", *grade)
+        path.unlink()
+        table = self.file("rows.csv", f"student,lesson,{self.quiz.questions[0].id}\ns1,1,A\n\ns8,1,A\n")
+        self.refused(f"{table}:4: the student 's8' is not in {roster}", "grade-quiz", table, "--roster", roster)
 
     def test_every_file_with_a_fault_is_named(self):
         first, second = self.quiz.questions[0].id, self.quiz.questions[1].id
