@@ -86,11 +86,16 @@ class Algorithms(unittest.TestCase):
         self.assertEqual(found[0][1:], (0, control))
 
 
-class AllReduces:
-    """What every all-reduce must do. The classes below say which: `all_reduces(n)` returns name -> function."""
+class Numbers:
+    """What every all-reduce must do, whatever the number of ranks.
+
+    The classes below say which: `all_reduces(n)` returns name -> function; `ranks` and `some_ranks` say for how many.
+    """
+
+    ranks, some_ranks = RANKS, SOME_RANKS
 
     def test_sums_for_every_length(self):
-        for n in RANKS:
+        for n in self.ranks:
             for length in LENGTHS:
                 inputs = [values(rank, length) for rank in range(n)]
                 for name, all_reduce in self.all_reduces(n).items():
@@ -99,7 +104,7 @@ class AllReduces:
                             self.assert_same(result, sum(inputs))
 
     def test_rounding_stays_within_the_bound_and_is_the_same_on_every_rank(self):
-        for n in SOME_RANKS:
+        for n in self.some_ranks:
             for dtype in (torch.float32, torch.bfloat16, torch.complex64):
                 generator = torch.Generator().manual_seed(n)
                 inputs = [torch.randn(29, generator=generator).to(dtype) for _ in range(n)]
@@ -111,7 +116,7 @@ class AllReduces:
                         self.assertEqual(len({wire.tensor_to_bytes(result) for result in results}), 1)
 
     def test_mean_and_maximum(self):
-        for n in SOME_RANKS:
+        for n in self.some_ranks:
             inputs = [values(rank * (-1) ** rank, 11) for rank in range(n)]
             for name, all_reduce in self.all_reduces(n).items():
                 with self.subTest(name=name, n=n):
@@ -119,6 +124,10 @@ class AllReduces:
                         self.assert_same(result, sum(inputs) / n)
                     for result in run(all_reduce, inputs, op="max"):
                         self.assert_same(result, torch.stack(inputs).amax(0))
+
+
+class AllReduces(Numbers):
+    """And whatever the tensor."""
 
     def test_every_dtype(self):
         for n in (2, 3, 5):
@@ -166,6 +175,12 @@ class TestHalving(AllReduces, Algorithms):
 
 
 class TestTwoLevels(AllReduces, Algorithms):
+    ranks = some_ranks = (1, 2, 3, 4, 5, 6, 8, 11)  # one node and many, full ones and a smaller last one
+    all_reduces = staticmethod(two_levels)
+
+
+class TestTwoLevelsOfMoreRanks(Numbers, Algorithms):
+    ranks, some_ranks = sorted({*RANKS} - {*TestTwoLevels.ranks}), (16,)
     all_reduces = staticmethod(two_levels)
 
 
@@ -289,27 +304,32 @@ class TestBarrier(Algorithms):
 
 
 class TestInterleavings(Algorithms):
-    def calls(self, n: int) -> dict:
-        calls = {name: lambda mesh, x, f=f: f(mesh, x) for name, f in all_reduces(n).items()}
-        calls["alltoall"] = alltoall
-        calls["pipelined"] = lambda mesh, x: pipelined_broadcast(mesh, x, n - 1, 3)
-        return calls
+    def others(self, n: int) -> dict:
+        calls = {"alltoall": alltoall, "pipelined": lambda mesh, x: pipelined_broadcast(mesh, x, n - 1, 3)}
+        return calls | two_levels(n)
 
     @staticmethod
     def counted(call, inputs: list, mesh):
         return call(mesh, inputs[mesh.rank]), mesh.counters
 
-    def test_the_same_bits_and_costs_in_any_order_of_the_ranks_buffered_or_not(self):
+    def assert_same_in_any_order(self, calls):
+        """`calls(n)` returns name -> call(mesh, tensor): the same bits and costs, buffered or not."""
         for n in (2, 3, 5, 8, 11):
             generator = torch.Generator().manual_seed(5)
             inputs = [torch.randn(n, 3, generator=generator) for _ in range(n)]
-            for name, call in self.calls(n).items():
+            for name, call in calls(n).items():
                 seen = set()
                 for seed in range(6):
                     cluster = VirtualCluster(n, seed, buffered=bool(seed % 2))
                     pairs = cluster.run(partial(self.counted, call, inputs))
                     seen.add((*(wire.tensor_to_bytes(result) for result, _ in pairs), str([c for _, c in pairs])))
                 self.assertEqual(len(seen), 1, f"{name}, N={n}")
+
+    def test_halving(self):
+        self.assert_same_in_any_order(halvings)
+
+    def test_the_others(self):
+        self.assert_same_in_any_order(self.others)
 
 
 class TestNodes(Algorithms):

@@ -1,3 +1,4 @@
+import itertools
 import multiprocessing
 import sys
 import unittest
@@ -23,61 +24,76 @@ def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     return (x > 0) if dtype == torch.bool else x.to(dtype)
 
 
-def same_as_gloo(rank: int, world_size: int, arena: Arena) -> list[str]:
-    """Return what differs from gloo in any bit."""
-    gloo, ours, wrong = TorchComm().unchecked(), SharedComm(arena).unchecked(), []
+def operations(dtype: torch.dtype) -> list[str]:
+    """Those that have a meaning for it."""
+    average, largest = dtype.is_floating_point or dtype.is_complex, not dtype.is_complex
+    return ["sum", *["max"] * largest, *["avg"] * average]
 
-    def compare(what, theirs, mine):
+
+class Differences(list):
+    """What differs in any bit, for one rank."""
+
+    def compare(self, what: str, theirs: torch.Tensor, mine: torch.Tensor) -> None:
         if not torch.equal(theirs, mine):
-            wrong.append(f"rank {rank}: {what}")
+            self.append(what)
 
-    for dtype in DTYPES:
-        for numel in SIZES:
-            where, x = f"{dtype} {numel}", values(numel, dtype, rank)
-            for op in ("sum", "max", "avg"):
-                if (op == "avg" and not (dtype.is_floating_point or dtype.is_complex)) or (
-                    op == "max" and dtype.is_complex
-                ):
-                    continue
-                a, b, c = x.clone(), x.clone(), ours.empty(numel, dtype).copy_(x)
-                gloo.all_reduce(a, op)
-                ours.all_reduce(b, op)
-                ours.all_reduce(c, op)  # in the heap: in place
-                compare(f"all_reduce {op} {where}", a, b)
-                compare(f"all_reduce in the heap {op} {where}", a, c)
-            wide = values(numel * world_size, dtype, rank)
-            a, b, kept = torch.empty_like(x), torch.empty_like(x), wide.clone()
-            gloo.reduce_scatter(a, wide)
-            ours.reduce_scatter(b, wide)
-            compare(f"reduce_scatter {where}", a, b)
-            compare(f"reduce_scatter left its input alone {where}", kept, wide)
-            own = wide.chunk(world_size)[rank] if numel else wide
-            ours.reduce_scatter(own, wide)
-            compare(f"reduce_scatter into x's own slice {where}", a, own)
-            shared = ours.empty(wide.numel(), dtype).copy_(kept)
-            own = shared.chunk(world_size)[rank] if numel else shared
-            ours.reduce_scatter(b.zero_(), shared)
-            compare(f"reduce_scatter of the heap {where}", a, b)
-            compare(f"reduce_scatter of the heap left its input alone {where}", kept, shared)
-            ours.reduce_scatter(own, shared)
-            compare(f"reduce_scatter into the heap {where}", a, own)
-            a, b = torch.empty_like(kept), torch.empty_like(kept)
-            gloo.all_gather(a, x)
-            ours.all_gather(b, x)
-            compare(f"all_gather {where}", a, b)
-            ours.all_gather(shared, x)
-            compare(f"all_gather into the heap {where}", a, shared)
-            own.copy_(shared.zero_()[: len(own)]).copy_(x)
-            ours.all_gather(shared, own)
-            compare(f"all_gather from x's own slice of the heap {where}", a, shared)
-            for src in {0, world_size - 1}:
-                a, b = x.clone(), x.clone()
-                gloo.broadcast(a, src)
-                ours.broadcast(b, src)
-                compare(f"broadcast from {src} {where}", a, b)
+
+def all_reduce_as_gloo(rank: int, world_size: int, arena: Arena) -> list[str]:
+    """Return what differs from gloo's all-reduces, where the tensor goes through the windows."""
+    gloo, ours, wrong = TorchComm().unchecked(), SharedComm(arena).unchecked(), Differences()
+    for dtype, numel in itertools.product(DTYPES, SIZES):
+        where, x = f"{dtype} {numel}", values(numel, dtype, rank)
+        for op in operations(dtype):
+            a, b = x.clone(), x.clone()
+            gloo.all_reduce(a, op)
+            ours.all_reduce(b, op)
+            wrong.compare(f"all_reduce {op} {where}", a, b)
     column = torch.arange(8.0).view(4, 2)[:, 1] + rank
     ours.all_reduce(column)
-    compare("a strided tensor", torch.arange(1.0, 8, 2) * world_size + sum(range(world_size)), column)
+    wrong.compare("a strided tensor", torch.arange(1.0, 8, 2) * world_size + sum(range(world_size)), column)
+    return wrong
+
+
+def others_as_gloo(rank: int, world_size: int, arena: Arena) -> list[str]:
+    """Return what differs from gloo's all-reduces in the heap, and from its other collectives."""
+    gloo, ours, wrong = TorchComm().unchecked(), SharedComm(arena).unchecked(), Differences()
+    for dtype, numel in itertools.product(DTYPES, SIZES):
+        where, x = f"{dtype} {numel}", values(numel, dtype, rank)
+        for op in operations(dtype):
+            a, b = x.clone(), ours.empty(numel, dtype).copy_(x)
+            gloo.all_reduce(a, op)
+            ours.all_reduce(b, op)  # in place
+            wrong.compare(f"all_reduce in the heap {op} {where}", a, b)
+        wide = values(numel * world_size, dtype, rank)
+        a, b, kept = torch.empty_like(x), torch.empty_like(x), wide.clone()
+        gloo.reduce_scatter(a, wide)
+        ours.reduce_scatter(b, wide)
+        wrong.compare(f"reduce_scatter {where}", a, b)
+        wrong.compare(f"reduce_scatter left its input alone {where}", kept, wide)
+        own = wide.chunk(world_size)[rank] if numel else wide
+        ours.reduce_scatter(own, wide)
+        wrong.compare(f"reduce_scatter into x's own slice {where}", a, own)
+        shared = ours.empty(wide.numel(), dtype).copy_(kept)
+        own = shared.chunk(world_size)[rank] if numel else shared
+        ours.reduce_scatter(b.zero_(), shared)
+        wrong.compare(f"reduce_scatter of the heap {where}", a, b)
+        wrong.compare(f"reduce_scatter of the heap left its input alone {where}", kept, shared)
+        ours.reduce_scatter(own, shared)
+        wrong.compare(f"reduce_scatter into the heap {where}", a, own)
+        a, b = torch.empty_like(kept), torch.empty_like(kept)
+        gloo.all_gather(a, x)
+        ours.all_gather(b, x)
+        wrong.compare(f"all_gather {where}", a, b)
+        ours.all_gather(shared, x)
+        wrong.compare(f"all_gather into the heap {where}", a, shared)
+        own.copy_(shared.zero_()[: len(own)]).copy_(x)
+        ours.all_gather(shared, own)
+        wrong.compare(f"all_gather from x's own slice of the heap {where}", a, shared)
+        for src in {0, world_size - 1}:
+            a, b = x.clone(), x.clone()
+            gloo.broadcast(a, src)
+            ours.broadcast(b, src)
+            wrong.compare(f"broadcast from {src} {where}", a, b)
     return wrong
 
 
@@ -184,11 +200,16 @@ class TestChunks(unittest.TestCase):
 
 @unittest.skipIf(why_not(), why_not())
 class TestSharedComm(unittest.TestCase):
-    def test_every_bit_is_gloos(self):
+    def assert_same_as_gloo(self, worker):
         for n in range(1, 6):
-            with self.subTest(world_size=n):
-                found = run_ranks(same_as_gloo, n, Arena(n, heap_bytes=1 << 23, window_bytes=4096), timeout=100)
-                self.assertEqual([wrong for each in found for wrong in each], [])
+            found = run_ranks(worker, n, Arena(n, heap_bytes=1 << 23, window_bytes=4096), timeout=100)
+            self.assertEqual(found, [[]] * n, f"{n} ranks")
+
+    def test_every_bit_of_an_all_reduce_through_the_windows_is_gloos(self):
+        self.assert_same_as_gloo(all_reduce_as_gloo)
+
+    def test_every_bit_of_all_else_is_gloos(self):
+        self.assert_same_as_gloo(others_as_gloo)
 
     def test_every_bit_is_gloos_in_large_tensors(self):
         for n in (2, 3):
