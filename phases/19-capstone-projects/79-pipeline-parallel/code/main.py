@@ -10,6 +10,7 @@ import torch
 from chrome_trace import save_trace  # a timeline for Perfetto
 from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
 from given_flags import allow_only  # a flag that would do nothing is refused
+from endings import say_why  # a line in the place of a traceback
 from gantt import render_gantt, render_timeline, save_gantt, save_memory  # a timeline as a picture
 from instructions import ScheduleError  # names the instruction that is wrong
 from lone_messages import add_lone_messages, pass_messages  # what deadlocks
@@ -223,7 +224,7 @@ def whole_worker(mesh, name: str, microbatches: int) -> dict[int, list[torch.Ten
 
 
 def main() -> int:
-    """Run the lesson's story; return the exit code."""
+    """Do what the command line says; return the exit code."""
     parser = demo.parser(__doc__)
     parser.add_argument("--microbatches", type=demo.positive, default=8, metavar="M", help="microbatches a batch (8)")
     parser.add_argument("--batch", type=demo.positive, default=4, metavar="ROWS", help="rows a microbatch (4)")
@@ -231,7 +232,7 @@ def main() -> int:
     parser.add_argument(
         "--deeper", action="store_true", help="tied weights, checkpointing, balance, two dimensions; sizes are fixed"
     )
-    args, claims = demo.parse(parser, lesson=79), demo.Claims()
+    args = demo.parse(parser, lesson=79)
     if args.world_size > len(SIZES) - 1:
         parser.error(f"the model has {len(SIZES) - 1} layers, too few for {args.world_size} stages")
     if args.deeper and args.bench:
@@ -247,9 +248,12 @@ def main() -> int:
                 f"--bench: torch's interleaved schedules need a multiple of {args.world_size} microbatches, "
                 f"got {args.microbatches}"
             )
-    for chosen, other in ((args.bench, bench), (args.deeper, deeper)):
-        if chosen:
-            return other(args)
+    return say_why(lambda: bench(args) if args.bench else deeper(args) if args.deeper else tell(args))
+
+
+def tell(args) -> int:
+    """Tell the story, a claim after the other; return the exit code."""
+    claims = demo.Claims()
     draw(args, claims)
     bubble(claims)
     optimum(claims)

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  # every lesson's code
 
+from endings import say_why
 from given_flags import allow_only, given
+from ranks import RankError
 
 MAIN = Path(__file__).resolve().parents[1] / "code" / "main.py"
 PUBLIC = "bubble_fraction gpipe_schedule measure_bubble render_gantt StageMLP run_pipeline SCHEDULES make_schedule"
@@ -90,6 +92,38 @@ class TestFlags(unittest.TestCase):
             with mock.patch.object(sys, "argv", argv), mock.patch.object(main, called, program):
                 self.assertEqual(main.main(), 0)
             program.assert_called_once()
+
+    def test_a_run_that_cannot_go_on_says_why_in_a_line(self):
+        main = load_main()
+        for flags, error, message in [
+            ("--world-size 2 --backend nccl", None, "stopped: backend 'nccl' needs a GPU for each rank: 2 ranks, "),
+            ("--out /proc", PermissionError(13, "Permission denied", "gantt.png"), "stopped: gantt.png: Permission d"),
+            ("", OSError("no room"), "stopped: no room"),
+            ("", RankError(1, -9, "was killed by SIGKILL"), "stopped: rank 1 was killed by SIGKILL"),
+        ]:
+            errors, argv = io.StringIO(), ["main.py", *flags.split()]
+            step = mock.patch.object(main, "draw", side_effect=error)
+            few = mock.patch.multiple(main, bubble=mock.DEFAULT, optimum=mock.DEFAULT, deadlock=mock.DEFAULT)
+            with mock.patch.object(sys, "argv", argv), redirect_stderr(errors), redirect_stdout(io.StringIO()):
+                with self.subTest(message), mock.patch("torch.cuda.device_count", return_value=0), few, step:
+                    self.assertEqual(main.main(), 1)
+            self.assertTrue(errors.getvalue().startswith(message), errors.getvalue())
+            self.assertEqual(errors.getvalue().count("\n"), 1)
+
+    def test_what_a_rank_raised_is_said_in_a_line_if_that_is_known_to_be_enough(self):
+        error, errors = RankError(1, 1, "raised lesson.LessonError: too late", "in no collective"), io.StringIO()
+        with redirect_stderr(errors):
+            self.assertEqual(say_why(mock.Mock(side_effect=error), type("LessonError", (Exception,), {})), 1)
+            self.assertEqual(say_why(mock.Mock(side_effect=error)), 1)
+            self.assertEqual(say_why(mock.Mock(side_effect=KeyboardInterrupt)), 130)
+            self.assertEqual(say_why(mock.Mock(return_value=3)), 3)
+            with self.assertRaises(KeyError):
+                say_why(mock.Mock(side_effect=KeyError("a fault of the program")))
+        lines = ["too late", "rank 1 raised lesson.LessonError: too late", "by Ctrl-C"]
+        self.assertEqual(
+            [line for line in errors.getvalue().splitlines() if line.startswith("stopped")],
+            [f"stopped: {line}" for line in lines],
+        )
 
     def test_a_flag_is_given_or_not_whatever_its_value(self):
         parser = argparse.ArgumentParser()

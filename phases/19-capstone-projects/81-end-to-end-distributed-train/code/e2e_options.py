@@ -6,12 +6,18 @@ from pathlib import Path
 import demo  # 76
 import operate_demo
 from corpus import Batches, from_text, synthetic
+from given_flags import allow_only  # 79
 from job import Job
 from ranks import under_torchrun  # 76
 
 CHECKPOINT_STEP = 10
 STEPS, TEXT_STEPS, REAL_STEPS = 20, 200, 300  # a text takes longer to learn than the synthetic language
 EVERY, REAL_EVERY = 5, 100  # steps between two checkpoints of an operated run
+PROGRAMS = {  # with jobs of their own: what chooses them, and all flags that they use
+    "--bench --size": ("size", "bench size batch bucket_mb compile whole world_size backend"),
+    "--bench": ("bench", "bench world_size backend"),
+    "--ladder": ("ladder", "ladder"),
+}
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
@@ -65,15 +71,16 @@ def refuse_what_does_not_go_together(parser: argparse.ArgumentParser, args: argp
         parser.error("--real has a text of its own")
     if (args.size and not args.bench) or (args.compile and not args.size) or (args.whole and not args.compile):
         parser.error("--size needs --bench, --compile needs --size, and --whole needs --compile")
-    names = ("steps", "rows", "text", "resume", "inject_nan")
-    unused = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    if (args.ladder or args.bench) and unused:
-        what = "--ladder" if args.ladder else "--bench"
-        parser.error(f"{', '.join(unused)}: not for {what}, which has jobs of its own")
     if args.ladder and args.bench:
         parser.error("--ladder and --bench are two commands")
     if args.ladder and under_torchrun():
         parser.error("--ladder starts its own ranks: run it without torchrun")
+    if args.bench or args.ladder:
+        what, used = next((what, used) for what, (flag, used) in PROGRAMS.items() if getattr(args, flag))
+        allow_only(parser, f"{what}, which has jobs of its own", used)
+    else:
+        sized = ("size", "batch", "bucket_mb", "compile", "whole")
+        allow_only(parser, "a run without --bench --size", " ".join(vars(args).keys() - set(sized)))
 
 
 def make_job(args: argparse.Namespace) -> Job:

@@ -228,7 +228,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="the head's matrix is the token embedding")
     parser.add_argument("--steps", type=demo.positive, default=Recipe.steps, help="steps of the run (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.quick and args.only:
+        parser.error("--quick has chosen plans, --only your own: one of them")
+    return args
 
 
 def as_plan(text: str) -> Plan:

@@ -19,12 +19,13 @@ import wire  # 76: tensors as bytes
 from checkpoint import load_sharded  # 80: all shards of a checkpoint, verified
 from corpus import make_corpus, synthetic  # 81: what the model reads
 from e2e_options import CHECKPOINT_STEP  # 81: the run is saved after this step
+from endings import say_why  # 79: a line in the place of a traceback
 from flat import flat_param_numel  # 77: number of parameters
 from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
 from memory import check_whole, model_state_bytes  # 78: what the formula says
 from metrics import MetricsFile  # 81: a line a step, and no step twice
-from ranks import RankError, run_ranks, under_torchrun  # 76: N processes and their results
+from ranks import run_ranks, under_torchrun  # 76: N processes and their results
 from spike_guard import SpikeError  # 81: what a loss that is far too high raises
 from train import Job, NonFiniteError, held_masters, train  # 81: the loop
 
@@ -232,8 +233,13 @@ def demonstrate(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the demonstration, or the benchmark; return the exit code."""
+    """Do what the command line says; return the exit code."""
     args = e2e_options.parse_arguments(__doc__)
+    return say_why(lambda: run(args), NonFiniteError, SpikeError, CheckpointError)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demonstration, operated or not, or the benchmark, or the ladder; return the exit code."""
     if args.bench and args.size:
         from e2e_gpu_bench import bench as gpu_bench  # 81: GPT-2 on GPUs, beside torch's own
 
@@ -246,27 +252,11 @@ def main() -> int:
         import ladder  # 81: any combination of parallelism is the same run
 
         return ladder.main(["--quick"])
-    try:
-        if args.real:
-            import real_work  # 81: ten million parameters, megabytes of text
+    if args.real:
+        import real_work  # 81: ten million parameters, megabytes of text
 
-            return real_work.demonstrate(args, real_work.make_job(args))
-        return operate_demo.demonstrate(args, e2e_options.make_job(args)) if args.operate else demonstrate(args)
-    except (ValueError, NonFiniteError, SpikeError) as error:  # a text that is none; under torchrun, the ranks' own
-        print(f"stopped: {error}", file=sys.stderr)
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"stopped: {reason}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("stopped: by Ctrl-C", file=sys.stderr)
-        return 130  # what shells say of a command that it ended
-    except RankError as error:
-        kind, _, message = error.reason.partition(": ")
-        known = kind.endswith(
-            (NonFiniteError.__name__, SpikeError.__name__, CheckpointError.__name__)
-        )  # they say it all
-        print(f"stopped: {message if known else error}", file=sys.stderr)
-    return 1
+        return real_work.demonstrate(args, real_work.make_job(args))
+    return operate_demo.demonstrate(args, e2e_options.make_job(args)) if args.operate else demonstrate(args)
 
 
 if __name__ == "__main__":

@@ -604,11 +604,32 @@ class TestFlags(unittest.TestCase):
             ("--minutes", "3"): "--every and --minutes need --operate",
             ("--real", "--text", "x"): "--real has a text of its own",
             ("--size", "tiny"): "--size needs --bench",
-            ("--ladder", "--text", "x", "--inject-nan", "3"): "--text, --inject-nan: not for --ladder, which has",
-            ("--bench", "--steps", "50", "--rows", "3"): "--steps, --rows: not for --bench, which has jobs of its own",
+            ("--ladder", "--text", "x", "--inject-nan", "3"): "--text, --inject-nan: not used by --ladder, which has",
+            ("--ladder", "--world-size", "4", "--out", "x", "--seed", "7"): "--world-size, --out, --seed: not used by",
+            ("--ladder", "--backend", "gloo", "--steps", "20"): "--backend, --steps: not used by --ladder",
+            ("--bench", "--steps", "50", "--rows", "3"): "--steps, --rows: not used by --bench, which has jobs of its",
+            ("--bench", "--seed", "7", "--out", "x"): "--out, --seed: not used by --bench,",
+            ("--bench", "--batch", "16"): "--batch: not used by --bench,",
+            ("--bench", "--size", "tiny", "--steps", "5", "--seed", "7"): "--seed, --steps: not used by --bench --size",
+            ("--batch", "16"): "--batch: not used by a run without --bench --size",
+            ("--operate", "--bucket-mb", "7"): "--bucket-mb: not used by a run without --bench --size",
+            ("--real", "--batch", "7"): "--batch: not used by a run without --bench --size",
             ("--bench", "--ladder"): "--ladder and --bench are two commands",
         }.items():
             self.assertIn(f"error: {message}", self.refusal(*flags))
+
+    def test_every_flag_is_of_some_use(self):
+        """A flag that is new must be said to be used, or be refused by the programs with jobs of their own."""
+        for flags in (
+            "--bench --size tiny --batch 2 --bucket-mb 3 --compile eager --whole --world-size 3 --backend nccl",
+            "--bench --world-size 3 --backend nccl",
+            "--ladder",
+            "--world-size 3 --backend nccl --out x --seed 3 --steps 30 --rows 9 --text x --resume x --inject-nan 12",
+            "--operate --every 3 --minutes 2 --inject nan@4 --resume auto --rows 9 --text x --seed 3 --out x",
+            "--real --steps 30 --rows 9 --every 3 --minutes 2 --inject nan@4 --resume auto --seed 3 --out x",
+        ):
+            with mock.patch.object(sys, "argv", ["main.py", *flags.split()]):
+                self.assertTrue(e2e_options.parse_arguments("A test."))
 
     def test_minutes(self):
         for minutes in ("0", "-1", "nan", "inf", "soon"):

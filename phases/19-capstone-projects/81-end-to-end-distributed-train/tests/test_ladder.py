@@ -341,6 +341,7 @@ class TestCommand(unittest.TestCase):
             (["--only", "zero7"], "zero must be from 0 to 3"),
             (["--only", "tp3"], "4 heads cannot be shared by 3"),
             (["--steps", "0"], "at least 1"),
+            (["--quick", "--only", "dp2"], "--quick has chosen plans, --only your own: one of them"),
             (["--only", "dp1000000"], "1000000 ranks: the ladder runs at most 64 on one machine"),
             (["--only", "m25"], "24 sequences cannot be 25 microbatches"),
             (["--tied", "--only", "zero1 bfloat16"], "no bound is known"),
