@@ -150,12 +150,13 @@ def _load(src_dir, team: Team, storage: Storage, into=None, mapped=False) -> tup
             sizes = f"saved by {manifest().world_size} ranks, to be loaded by {team.world_size} (see load_resharded)"
             raise CheckpointError(f"{folder / MANIFEST}: world_size mismatch: {sizes}")
         manifest().check_files(folder, storage, [rank])
-        return [manifest().digest(), into is not None]
+        return [manifest().digest(), str(folder), into is not None]
 
     facts = team.together(check)
-    check_one_manifest([digest for digest, _ in facts])
-    if len({with_into for _, with_into in facts}) > 1:
-        raise CheckpointError(f"into: given on some ranks only: {[with_into for _, with_into in facts]}")
+    digests, folders, with_into = zip(*facts, strict=True)
+    check_one_manifest(digests, folders)
+    if len(set(with_into)) > 1:
+        raise CheckpointError(f"into: given on some ranks only: {list(with_into)}")
     with contextlib.ExitStack() as files:
 
         def open_one(rank):

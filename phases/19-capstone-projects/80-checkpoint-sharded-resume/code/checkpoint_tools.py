@@ -39,11 +39,13 @@ def verify(folder: Path, fast: bool) -> dict:
     return {"method": "crc32" if fast else "sha256", "files": files, "ok": not any(file["problem"] for file in files)}
 
 
-def convert(source: Path, target: Path, step: int) -> dict:
-    """Write a checkpoint as safetensors files, or safetensors files as a checkpoint."""
+def convert(source: Path, target: Path, step: int | None) -> dict:
+    """Write a checkpoint as safetensors files, or safetensors files as a checkpoint (of `step`, if they do not say)."""
     if (source / MANIFEST).exists():
+        if step is not None:
+            raise CheckpointError(f"{source}: a checkpoint says its step itself: leave --step out")
         return {"wrote": [str(path) for path in to_safetensors(source, target)]}
-    manifest = from_safetensors(source, target, step)
+    manifest = from_safetensors(source, target, step or 0)
     return {"wrote": [str(target / name) for name in (*(shard.path for shard in manifest.shards), MANIFEST)]}
 
 
@@ -73,12 +75,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--to", type=Path, metavar="OUT")
-    parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--step", type=int)
     args = parser.parse_args(argv)
     if (args.to is None) == (args.action == "convert"):
         parser.error("convert needs --to OUT, and nothing else takes it")
     if args.fast and args.action != "verify":
         parser.error("--fast is for verify")
+    if args.step is not None and args.action != "convert":
+        parser.error("--step is for convert")
     try:
         if args.action == "show":
             found = show(args.folder)

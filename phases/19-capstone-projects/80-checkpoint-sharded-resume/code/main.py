@@ -4,6 +4,7 @@
 while training goes on, and loads on 3 processes what 4 have saved.
 """
 
+import argparse
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,9 @@ from checkpoint import load_shard, load_sharded, save_shard, save_sharded  # N r
 from comm import TorchComm  # 76: what a rank sees of the others
 from crash_drill import SAVES, die_at, operations, rehearse  # dying at every operation
 from damage import CODE_RAN, WRONG_CHECKPOINTS, flip_a_bit  # ways to be wrong
+from demo_state import make_demo_state, tensor_bytes  # what is saved here
+from endings import say_why  # 79: a line in the place of a traceback
+from given_flags import allow_only  # 79: a flag that would do nothing is refused
 from manifest import MANIFEST, CheckpointError, ShardManifest  # the file that makes N shards a checkpoint
 from ranks import run_ranks, under_torchrun  # 76: one process a rank
 from recheck import recheck  # the same bytes still? sha256, or a CRC
@@ -50,34 +54,6 @@ __all__ = [
 ]
 
 
-def make_demo_state(rank: int, world_size: int) -> dict:
-    """Return what a rank of a ZeRO-1 job would save, small: its range of the flat buffers, and the rest of its life.
-
-    1,003 elements: no world size from 2 to 8 divides them. Every rank's values are its own, the model's are the same.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-    start, end = (1003 * r // world_size for r in (rank, rank + 1))
-    flat, noise = torch.arange(1003) / 1003, torch.Generator().manual_seed(80 + rank)
-    embedding = torch.arange(64).view(16, 4) / 64  # (vocabulary, dim)
-    return {
-        "model": {
-            "embed.weight": embedding,
-            "head.weight": embedding,
-            "norm.weight": torch.ones(4, dtype=torch.bfloat16),
-        },
-        "optimizer": {
-            "flat": {"master": flat[start:end], "exp_avg": flat[start:end] / 10, "exp_avg_sq": flat[start:end] ** 2},
-            "betas": (0.9, 0.95),
-            "steps": torch.tensor(10),
-        },
-        "random": {"torch": noise.get_state()},
-        "data": {"epoch": 1, "next_sample": 37 * world_size + rank},
-        "best_loss": float("inf"),
-        "layout": [{"unit": "optimizer/flat", "start": start, "end": end, "total": 1003}],
-    }
-
-
 def byte_equal(a, b) -> bool:
     """Compare two states: same structure, types, dtypes, shapes, and the same bits (0.0 is not -0.0)."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -96,13 +72,6 @@ def save_then_load(rank: int, world_size: int, folder: str) -> tuple[bool, bool]
     loaded = load_shard(folder, comm)
     tied = loaded["model"]["embed.weight"] is loaded["model"]["head.weight"]
     return byte_equal(state, loaded), tied
-
-
-def tensor_bytes(rank: int, world_size: int) -> int:
-    """Predict the tensor bytes of a rank's file: tied weights once, a view its own elements only."""
-    held = 1003 * (rank + 1) // world_size - 1003 * rank // world_size  # elements of the flat buffers
-    model, optimizer, random = 16 * 4 * 4 + 4 * 2, 3 * 4 * held + 8, 5056
-    return model + optimizer + random
 
 
 def round_trip(claims: demo.Claims, folder: Path, world_size: int, backend: str) -> None:
@@ -273,13 +242,20 @@ def rotation(claims: demo.Claims, parent: Path) -> None:
 
 
 def main() -> int:
-    """Run the lesson; return the exit code."""
+    """Do what the command line says; return the exit code."""
     parser = demo.parser("Lesson 80: sharded checkpoints that survive crashes and refuse everything else.")
     parser.add_argument("--mb", type=demo.positive, default=200, help="megabytes a rank for --bench (default: 200)")
     args = demo.parse(parser, lesson=80)
     if under_torchrun():
         parser.error("this lesson starts ranks of its own; torchrun is for 77, 78, 79 and 81")
-    claims = demo.Claims()
+    used = "world_size backend out" + " bench mb" * args.bench
+    allow_only(parser, "this lesson" if args.bench else "this lesson without --bench", used)
+    return say_why(lambda: tell(args), CheckpointError)
+
+
+def tell(args: argparse.Namespace) -> int:
+    """Tell the story, a claim after the other; return the exit code."""
+    claims, kept = demo.Claims(), demo.out_dir(args) / "round_trip"
     with tempfile.TemporaryDirectory(prefix="lesson80-") as folder:
         round_trip(claims, Path(folder) / "round_trip", args.world_size, args.backend)
         refusals(claims, Path(folder) / "refusals")
@@ -290,6 +266,8 @@ def main() -> int:
         second_look(claims, Path(folder) / "second_look")
         if args.bench:
             bench_checkpoint.run(claims, Path(folder), args.mb)
+        copy_checkpoint(Path(folder) / "round_trip", kept)
+        demo.say(f"\nto look at, the checkpoint of the first table: {kept}")
     return claims.verdict("LESSON 80: what was saved is what loads")
 
 

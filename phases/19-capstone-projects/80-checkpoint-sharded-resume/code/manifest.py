@@ -108,12 +108,11 @@ class ShardManifest:
                 )
 
 
-def check_one_manifest(digests: list[str]) -> None:
-    """Raise CheckpointError unless all ranks have read the same manifest."""
+def check_one_manifest(digests: list[str], folders: list[str]) -> None:
+    """Raise CheckpointError unless all ranks have read the same manifest. `folders`: where each has read it."""
     if len(set(digests)) > 1:
-        raise CheckpointError(
-            "the ranks read different manifests: the folder is not one that all share, or was saved into meanwhile"
-        )
+        why = "it is not one folder that all share, or was saved into meanwhile"
+        raise CheckpointError(f"{', '.join(dict.fromkeys(folders))}: the ranks read different manifests: {why}")
 
 
 def read_manifest(folder: Path | str, storage: Storage = DISK) -> ShardManifest:

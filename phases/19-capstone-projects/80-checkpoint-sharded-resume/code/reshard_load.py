@@ -19,7 +19,7 @@ from merge import Merged, unit_of
 from reshard import check_plan, check_wanted, even_layout, make_plan
 from shardfile import ShardReader
 from storage import DISK, Storage
-from strictjson import check_integer, show
+from strictjson import about, check_integer, show
 from team import Team
 
 
@@ -56,14 +56,17 @@ def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dic
             raise CheckpointError(f"per_rank: expected a list of strings, found {show(per_rank)}")
         manifest().check_files(folder, storage)
         wanted[rank] = even_layout(saved(), team.world_size, rank) if layouts[rank] is None else layouts[rank]
-        check_wanted(wanted[rank], saved())
-        return {"manifest": manifest().digest(), "layout": wanted[rank], "per_rank": sorted(keys)}
+        with about(folder):
+            check_wanted(wanted[rank], saved())
+        mine = {"layout": wanted[rank], "per_rank": sorted(keys)}
+        return mine | {"manifest": manifest().digest(), "folder": str(folder)}
 
     facts = team.together(want)
-    check_one_manifest([fact["manifest"] for fact in facts])
+    check_one_manifest([fact["manifest"] for fact in facts], [fact["folder"] for fact in facts])
     if any(fact["per_rank"] != facts[0]["per_rank"] for fact in facts):
         raise CheckpointError(f"per_rank: the ranks disagree: {[fact['per_rank'] for fact in facts]}")
-    check_coverage([fact["layout"] for fact in facts])
+    with about(facts[0]["folder"]):  # the same words on every rank
+        check_coverage([fact["layout"] for fact in facts])
 
     with contextlib.ExitStack() as files:
 
@@ -80,7 +83,8 @@ def _load(src_dir, team: Team, layouts: dict, per_rank, storage: Storage) -> dic
 
         @functools.cache
         def merged():
-            return Merged([reader.header for reader in readers()], saved(), keys, digests)
+            with about(folder):
+                return Merged([reader.header for reader in readers()], saved(), keys, digests)
 
         def read(rank):
             plan = make_plan(saved(), wanted[rank])

@@ -72,7 +72,10 @@ def _delete(folder: Path, storage: Storage) -> None:
 
 
 def _is_half_deleted(folder: Path, storage: Storage) -> bool:
-    return storage.kind(folder / DELETED)[0] == "file" and storage.kind(folder / MANIFEST)[0] == "missing"
+    try:
+        return storage.kind(folder / DELETED)[0] == "file" and storage.kind(folder / MANIFEST)[0] == "missing"
+    except OSError:  # somebody else's, who does not let us look
+        return False
 
 
 def _folders(parent_dir, storage: Storage) -> list[Path]:

@@ -17,7 +17,7 @@ from packed import PackedState
 from restore import tensors_of
 from shardheader import Entry, Header, parse_header
 from storage import DISK, Storage
-from strictjson import check_integer, check_keys, parse_json
+from strictjson import about, check_integer, check_keys, parse_json
 
 METADATA = "shard-80"  # the key of our header in a file's metadata
 TEMPORARY = re.compile(r"rank[0-9]+\.safetensors\.[0-9a-f]{32}\.tmp")
@@ -40,7 +40,8 @@ def to_safetensors(src_dir, dest_dir, *, storage: Storage = DISK) -> list[Path]:
         _refuse(target, there.difference(paths))
         try:
             for rank, path in enumerate(paths):
-                data = _encoded(codec, states[rank], rank, manifest)
+                with about(src_dir):
+                    data = _encoded(codec, states[rank], rank, manifest)
                 if path not in there:
                     written[_write_beside(path, data, storage)] = path
                 elif storage.kind(path) != ("file", len(data)) or storage.read(path) != data:
@@ -63,7 +64,8 @@ def from_safetensors(source, dest_dir, step: int = 0, *, storage: Storage = DISK
     files = [source] if source.is_file() else _files_of(source, storage)
     ranks = [_read(path) for path in files]
     if len(ranks) == 1 and ranks[0][0] is None:
-        return save_sharded([ranks[0][2]], dest_dir, step, crc32=True, storage=storage)
+        with about(f"{files[0]} as a checkpoint"):
+            return save_sharded([ranks[0][2]], dest_dir, step, crc32=True, storage=storage)
     for rank, (facts, _, _) in enumerate(ranks):
         if facts is None:
             raise CheckpointError(f"{files[rank]}: not written by `convert`; such files are read one at a time")
@@ -71,7 +73,9 @@ def from_safetensors(source, dest_dir, step: int = 0, *, storage: Storage = DISK
         if facts != first:
             raise CheckpointError(f"{files[rank]}: says {facts}, expected {first}")
     facts, seconds, _ = ranks[0]
-    return save_sharded([state for *_, state in ranks], dest_dir, facts["step"], seconds, crc32=True, storage=storage)
+    states = [state for *_, state in ranks]
+    with about(f"{source} as a checkpoint"):
+        return save_sharded(states, dest_dir, facts["step"], seconds, crc32=True, storage=storage)
 
 
 def _encoded(codec, state, rank: int, manifest: ShardManifest) -> bytes:

@@ -27,8 +27,8 @@ def copy_checkpoint(src_dir, dest_dir, *, storage: Storage = DISK) -> ShardManif
     if source.resolve() == target.resolve():
         raise CheckpointError(f"{target}: the second tier must be another folder than the first")
     manifest = read_manifest(source, storage)
-    manifest.check_files(source, storage)
     try:
+        manifest.check_files(source, storage)
         with opened(target, storage) as suffix:  # this also sweeps what a copy that died has left
             if (there := _copy_already_there(manifest, target, storage)) is not None:
                 return there

@@ -73,6 +73,7 @@ def read_header(take: Callable[[int], bytes], shard: Shard, manifest: ShardManif
     layout = state.get("layout", []) if isinstance(state, dict) else []
     if layout != shard.layout:
         raise CheckpointError("layout: the manifest's differs from the shard's own")
+    header.paths()  # raises if there is one twice
     return header
 
 

@@ -102,7 +102,7 @@ class Storage:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             deadline = time.monotonic() + self.lock_seconds
-            while not self._has_locked(descriptor):
+            while not self._has_locked(descriptor, folder):
                 if time.monotonic() > deadline:
                     held = f"another save holds its lock, for more than {self.lock_seconds:g} s"
                     raise TimeoutError(errno.ETIMEDOUT, held, str(folder))
@@ -111,9 +111,10 @@ class Storage:
         finally:
             os.close(descriptor)
 
-    def _has_locked(self, descriptor: int) -> bool:
+    def _has_locked(self, descriptor: int, folder: Path) -> bool:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _naming(folder):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:

@@ -5,10 +5,20 @@ Python's own reader lets a key come twice, and Python's types are lenient: True 
 
 import json
 import sys
+from contextlib import contextmanager
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be saved or must not be loaded. Says which file and field, what was expected and found."""
+
+
+@contextmanager
+def about(place):
+    """Make a CheckpointError begin with the file or folder that it is about."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from error
 
 
 def parse_json(text: str | bytes):

@@ -497,17 +497,40 @@ class LoadInto(Folder):
 
 class Demonstration(unittest.TestCase):
     def test_runs_and_holds(self):
-        done = subprocess.run(
-            [sys.executable, LESSON / "code" / "main.py"], capture_output=True, text=True, timeout=120
-        )
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertRegex(done.stdout, r"LESSON 80: .* -- (\d+) of \1 claims hold")
+        with tempfile.TemporaryDirectory() as folder:
+            for ranks in (4, 2):  # the second run finds what the first has left
+                done = self.run_main("--out", folder, "--world-size", str(ranks))
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                self.assertRegex(done.stdout, r"LESSON 80: .* -- (\d+) of \1 claims hold")
+                _, states = load_sharded(Path(folder) / "round_trip", ranks)
+                self.assertEqual(
+                    [state["data"]["next_sample"] for state in states], [37 * ranks + r for r in range(ranks)]
+                )
+
+    def run_main(self, *flags, **options):
+        command = [sys.executable, LESSON / "code" / "main.py", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+    def test_flags_that_would_do_nothing_are_refused(self):
+        for flags, message in [
+            (["--seed", "7"], "--seed: not used by this lesson without --bench"),
+            (["--mb", "200"], "--mb: not used by this lesson without --bench"),
+            (["--bench", "--seed", "8"], "--seed: not used by this lesson"),
+        ]:
+            done = self.run_main(*flags)
+            self.assertEqual((done.returncode, done.stdout), (2, ""))
+            self.assertIn(f"error: {message}", done.stderr)
+
+    def test_a_place_that_cannot_be_written_to_is_named_in_a_line(self):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "round_trip").write_text("somebody's file")
+            done = self.run_main("--out", folder, "--world-size", "1")
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, rf"^stopped: {folder}/round_trip.*\n$")
 
     def test_torchrun_is_refused(self):
         launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        done = subprocess.run(
-            [sys.executable, LESSON / "code" / "main.py"], capture_output=True, text=True, timeout=120, env=launched
-        )
+        done = self.run_main(env=launched)
         self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
         self.assertIn("torchrun is for 77, 78, 79 and 81", done.stderr)
 

@@ -454,6 +454,8 @@ class Tool(InFolders):
             (["convert", self.folder], 2, "convert needs --to OUT"),
             (["show", self.folder, "--to", "x"], 2, "nothing else takes it"),
             (["show", self.folder, "--fast"], 2, "--fast is for verify"),
+            (["verify", self.folder, "--step", "0"], 2, "--step is for convert"),
+            (["convert", self.folder, "--to", self.root / "st", "--step", "0"], 1, f"{self.folder}: a checkpoint says"),
             (["burn", self.folder], 2, "invalid choice"),
             (["verify", self.root / "nowhere"], 1, "manifest.json: missing"),
             (["show", self.root / "nowhere"], 1, "nowhere"),
