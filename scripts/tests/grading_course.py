@@ -1,6 +1,12 @@
-"""A tiny lesson that can be graded: no torch, tests that take milliseconds, and answers of every kind."""
+"""A tiny lesson that can be graded, and a class that hands it in: no torch, tests that take milliseconds."""
 
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+
+import course
 from exercises.model import Exercise, load_exercises
+from exercises.surgery import stub
 from fake_course import IDIOM, FakeCourse
 from grading.isolation import Isolation
 from grading.judge import Judge, Verdict
@@ -111,3 +117,41 @@ class GradedCourse(FakeCourse):
         """The verdicts on these bodies of `turn` (lines, to be indented by 4 but for the first)."""
         with Judge(self.graded, self.lesson, limits, isolation) as judge:
             return [judge.judge(self.exercise(name), {"rings": RINGS.replace(RIGHT, text)}) for text in texts]
+
+
+ROSTER = "id,name\ns1,Anna Lee\ns2,Bo Dyk\ns3,Cy Ray\ns4,Di Fox\ns5,Ed Moe\n"
+WRONG = "# my own file\n\n" + RINGS.replace(RIGHT, "shift = steps + 1\n    return ring[shift:] + ring[:shift]")
+
+
+class Grading(GradedCourse):
+    """Students of every kind, what they handed in, and `course grade` in this process."""
+
+    def setUp(self):
+        super().setUp()
+        self.put("roster.csv", ROSTER)
+        starter = RINGS
+        for exercise in load_exercises(self.lesson):
+            for name in exercise.by_module["rings"]:
+                starter = stub(starter, name, exercise.stub_text)
+        self.put("in/s1/code/rings.py", RINGS)
+        self.put("in/s2/code/rings.py", WRONG)
+        self.put("in/s3/code/rings.py", starter)
+        self.put("in/s4/code/rings.py", "def turn(:\n")
+        self.put("in/x9/code/rings.py", RINGS)
+
+    def course(self, *argv: str) -> int:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = course.main(["--root", str(self.root), *argv])
+        self.out, self.err = out.getvalue(), err.getvalue()
+        return code
+
+    def grade(self, *options: str) -> int:
+        named = ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / "out")]
+        return self.course("grade", "1", str(self.root / "in"), *named, *options)
+
+    def report(self, student: str) -> dict:
+        return json.loads(self.text(f"out/{student}/report.json"))
+
+    def statuses(self, student: str) -> list[str]:
+        return [item["status"] for item in self.report(student)["exercises"]]

@@ -12,8 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import gradescope
-from grading_course import RINGS
-from test_grading_class import WRONG, Grading
+from grading_course import RINGS, WRONG, Grading
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,7 @@ import json
 
 from grading.fingerprints import WINDOW, K, grams, tokens, winnow
 from grading_course import RIGHT, RINGS
-from test_grading_class import Grading
+from grading_course import Grading
 
 OWN = """size = len(ring)
     moved = []
