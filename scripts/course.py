@@ -22,6 +22,7 @@ from faults import UserError
 from lessons import Course, UnknownLesson
 from quietly import quietly
 from testrun import run_tests, summary, table
+from words import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 1800.0  # seconds for the tests of one lesson
@@ -172,9 +173,7 @@ def check(course: Course, args: argparse.Namespace) -> int:
     faults = check_course(course, options_of(build_parser()))
     for fault in faults:
         print(fault)
-    print(
-        f"{len(course.lessons)} lessons checked, {len(faults)} fault{'' if len(faults) == 1 else 's'}", file=sys.stderr
-    )
+    print(f"{counted(len(course.lessons), 'lesson')} checked, {counted(len(faults), 'fault')}", file=sys.stderr)
     return 1 if faults else 0
 
 
@@ -182,7 +181,7 @@ def write_catalog(course: Course, args: argparse.Namespace) -> int:
     """Write catalog.json, or compare it."""
     if not args.check:
         catalog.write(course)
-        print(f"{catalog.FILE}: {len(course.lessons)} lessons")
+        print(f"{catalog.FILE}: {counted(len(course.lessons), 'lesson')}")
         return 0
     faults = catalog.check_catalog(course)
     for fault in faults:

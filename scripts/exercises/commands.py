@@ -13,6 +13,7 @@ from exercises.proof import Finding, prove_lessons
 from exercises.starter import export_files, starter_files
 from exercises.trial import Report, Trial, check_deadline, try_folder
 from lessons import Course, Lesson
+from words import counted
 
 
 def register(add: Callable) -> None:
@@ -68,7 +69,7 @@ def _write(lesson: Lesson, folder: Path, files: Files, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"folder": str(folder), "files": len(files), **vars(marker)}, indent=2))
         return 0
-    print(f"{folder}: lesson {lesson.number}, {len(files)} files")
+    print(f"{folder}: lesson {lesson.number}, {counted(len(files), 'file')}")
     if marker.starter:
         print(
             f"The text: {folder / lesson.path / 'docs' / 'en.md'}\nWhat is next: python scripts/course.py try {folder}"
@@ -128,7 +129,7 @@ def _tell_end(trial: Trial, points: int, total: int) -> None:
         print(f"Hint: {stop.exercise.hint}")
         print(f"Its tests: {' '.join(stop.exercise.tests)}")
     passed = sum(report.status == "passed" for report in trial.reports)
-    print(f"\n{passed} of {len(trial.reports)} exercises passed, {points} of {total} points")
+    print(f"\n{passed} of {counted(len(trial.reports), 'exercise')} passed, {points} of {counted(total, 'point')}")
 
 
 def check_exercises(course: Course, args: argparse.Namespace) -> int:

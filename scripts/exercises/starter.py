@@ -15,6 +15,7 @@ from mdtext import Document
 
 KEYS = ("correct", "explanation", "feedback")  # of a question, for those who ask it
 _LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
+START = "START.md"  # how to begin
 
 
 def export_files(course: Course, lesson: Lesson) -> Files:
@@ -114,7 +115,7 @@ def _folder(course: Course, lesson: Lesson, files: Files, starter: bool) -> File
     marker = Marker(lesson.id, lesson.path.as_posix(), version(course, lesson), starter)
     files = {**files, **borrowed_files(course, lesson), MARKER: marker.to_json()}
     if starter:
-        files["START.md"] = _start_text(lesson).encode()
+        files[START] = _start_text(lesson).encode()
     files[lesson.rel("docs/en.md")] = _links(lesson, files).encode()
     return dict(sorted(files.items()))
 

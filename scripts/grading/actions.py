@@ -11,6 +11,7 @@ from typing import Any
 
 from exercises.model import choose, load_exercises
 from faults import UserError
+from grading import looked
 from grading.classrun import ClassRun, check_out
 from grading.isolation import NONE
 from grading.judge import Judge
@@ -20,6 +21,7 @@ from grading.submissions import Work, read_class
 from inputs import json_text
 from lessons import Course
 from roster import read_roster
+from words import counted
 
 
 def grade_class(course: Course, args: argparse.Namespace) -> int:
@@ -112,7 +114,9 @@ def _tell_class(args: argparse.Namespace, run: ClassRun, done: Sequence[dict[str
     for name in run.of.stray:
         print(f"belongs to nobody: {name}")
     for report in done:
+        for note in looked.notes(report):
+            print(f"files: {report['student']['id']}: {note}")
         for item in report["exercises"]:
             if item["status"] == "error":
                 print(f"not decided: {report['student']['id']} {item['exercise']}: {item['reason']}")
-    print(f"{args.out / 'class.md'}: {len(done)} students; also class.csv, class.json, and a folder each")
+    print(f"{args.out / 'class.md'}: {counted(len(done), 'student')}; also class.csv, class.json, and a folder each")

@@ -27,6 +27,7 @@ from grading.submissions import Work
 from inputs import json_text, write_output
 from lessons import Course
 from roster import Student
+from words import counted
 
 ROOT = "AUTOGRADER"  # variable: where /autograder is, for tests
 BUNDLED = ("scripts", "phases", "pyproject.toml", "README.md", "LICENSE", "catalog.json")
@@ -67,7 +68,7 @@ def write_autograder(course: Course, args: argparse.Namespace) -> int:
     if args.json:
         print(json_text(facts), end="")
     else:
-        print(f"{args.file}: lesson {lesson.number}, {facts['points']} points, {len(data):,} bytes")
+        print(f"{args.file}: lesson {lesson.number}, {counted(facts['points'], 'point')}, {len(data):,} bytes")
     return 0
 
 
@@ -102,11 +103,12 @@ def autograde(course: Course, args: argparse.Namespace) -> int:
     files = {path: file.data for path, file in tree.files.items()}
     problems = [f"{path}: {problem}" for path, problem in tree.problems]
     student = _student(root / "submission_metadata.json")
-    work = Work(student, Handed("submission", [student.id], "Gradescope", files, problems=problems))
+    handed = Handed("submission", [student.id], "Gradescope", files, problems=problems, unread=tree.unread)
+    work = Work(student, handed)
     with Judge(course, lesson) as judge:
         results = grade(judge, exercises, work)
         more = {"seconds": round(time.monotonic() - begin, 3)}
-        report = reports.student_json(lesson, work, results, exercises, judge.isolation, more)
+        report = reports.student_json(judge, work, results, exercises, more)
     undecided = [item for item in report["exercises"] if item["points"] is None]
     if undecided:
         told = f"The autograder could not judge this; please tell your instructor.\n{undecided[0]['reason']}"

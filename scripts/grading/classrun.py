@@ -20,7 +20,7 @@ from grading.overrides import Override
 from grading.submissions import Class, Work
 from inputs import json_text, make_folder, write_output
 
-FORMAT = 3
+FORMAT = 4
 Tell = Callable[[dict[str, Any], bool], None]
 
 
@@ -135,7 +135,7 @@ class ClassRun:
                 result.points = override.points
         command = shlex.join([*self.command, "--out", "again", "--only", work.student.id])
         more = {"key": self._key(work), "seconds": round(time.monotonic() - begin, 3), "command": command}
-        return reports.student_json(self.judge.lesson, work, results, self.exercises, self.judge.isolation, more)
+        return reports.student_json(self.judge, work, results, self.exercises, more)
 
     def _write(self, folder: Path, report: dict[str, Any]) -> None:
         make_folder(folder)

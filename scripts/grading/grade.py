@@ -20,7 +20,8 @@ from faults import UserError
 from grading.beside import modules_beside
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
-from grading.submissions import Work, find_module
+from grading.naming import find_module, names_like
+from grading.submissions import Work
 from grading.untaken import untaken
 from lessons import Lesson
 
@@ -42,6 +43,7 @@ class Result:
     cpu_seconds: float = 0.0
     own_seconds: float = 0.0  # what its tests take with the lesson's own code
     reused: bool = False
+    files: list[str] = field(default_factory=list)  # that it was taken from
     published: bool = False  # word for word the lesson's own solution, which everybody can read
     override: dict[str, Any] | None = None
 
@@ -86,6 +88,7 @@ def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
     result = _result(exercise, verdict, list(cuts.values()))
     if result.status == "incorrect" and (kept := _untaken(judge, exercise, cuts)):
         result.reason += f" (with the lesson's own {', '.join(kept)}, not with yours)"
+    result.files = sorted(cut.file for cut in cuts.values())
     result.published = all(cut.grafted == judge.layout.source(module) for module, cut in cuts.items())
     return result
 
@@ -118,7 +121,9 @@ def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[st
         except UserError as error:
             raise Blocked(str(error)) from None
         if path is None:
-            missing.append(f"{module}.py was not handed in")
+            like = [work.handed.origins.get(each, each) for each in names_like(work.handed, lesson, module)]
+            which = f"; which of these is it: {', '.join(like)}?" if like else ""
+            missing.append(f"{module}.py was not handed in{which}")
             continue
         shown = work.handed.origins.get(path, path)
         text = _text(work.handed.files[path], shown)

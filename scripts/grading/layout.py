@@ -4,9 +4,10 @@ import compileall
 import py_compile
 import shutil
 import threading
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from exercises.folder import Files, borrowed_files, digest, lesson_files, write_folder
+from exercises.starter import START
 from lessons import Course, Lesson
 
 
@@ -16,6 +17,7 @@ class Layout:
     def __init__(self, course: Course, lesson: Lesson, folder: Path) -> None:
         self.lesson, self.folder = lesson, folder
         files = {**lesson_files(course, lesson), **borrowed_files(course, lesson)}
+        self.given = {PurePosixPath(path).name for path in files} | {START}  # names of all that students are given
         self.files: Files = {path: data for path, data in files.items() if _runs(lesson, path)}
         self.version = digest(self.files)
         self.repairs = 0

@@ -27,6 +27,8 @@ class Handed:
     platform: str
     files: dict[str, bytes] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)  # path in `files` -> path in the download
+    replaced: list[tuple[str, str]] = field(default_factory=list)  # (path in the download, path of the newer one)
+    unread: list[str] = field(default_factory=list)  # files that are neither Python nor a zip
     problems: list[str] = field(default_factory=list)
     late: bool = False
     order: tuple = ()  # the newest is the greatest
@@ -40,8 +42,11 @@ def split(tree: Tree) -> tuple[list[Handed], list[str]]:
     found: dict[str, Handed] = {}
     stray: list[str] = []
     orders: dict[str, dict[str, tuple]] = {}
-    for top in dict.fromkeys(path.split("/")[0] for path in [*tree.files, *(path for path, _ in tree.problems)]):
-        folder = any(path.startswith(f"{top}/") for path in [*tree.files, *(path for path, _ in tree.problems)])
+    paths = tree.paths
+    folders = {path.split("/")[0] for path in paths if "/" in path} | set(tree.folders)
+    links = {path for path, _ in tree.problems if not path.lower().endswith(".py")}
+    for top in dict.fromkeys(path.split("/")[0] for path in paths):
+        folder = top in folders or top in links
         zipped = top.lower().endswith(".zip")
         if match := _CANVAS.match(top):
             key = f"{match['name']}_{match['user']}"
@@ -59,13 +64,14 @@ def split(tree: Tree) -> tuple[list[Handed], list[str]]:
         else:
             stray.append(top)
     for handed in found.values():
-        prefixes = (f"{handed.label}/", f"{handed.label}_")
-        handed.problems += [
-            f"{path}: {problem}"
-            for path, problem in tree.problems
-            if path == handed.label or path.startswith(prefixes) or path.replace("_LATE", "").startswith(prefixes)
-        ]
+        handed.problems += [f"{path}: {problem}" for path, problem in tree.problems if _is_of(path, handed)]
+        handed.unread += [path for path in tree.unread if _is_of(path, handed)]
     return list(found.values()), stray
+
+
+def _is_of(path: str, handed: Handed) -> bool:
+    prefixes = (f"{handed.label}/", f"{handed.label}_")
+    return path == handed.label or path.startswith(prefixes) or path.replace("_LATE", "").startswith(prefixes)
 
 
 def _folders(top: str, people: dict[str, dict]) -> list[Handed]:
@@ -88,6 +94,9 @@ def _take_canvas(tree: Tree, top: str, match: re.Match, handed: Handed, orders: 
     if top in tree.files:
         inside.append((_AGAIN.sub("", match["file"]), tree.files[top], top))
     for path, file, origin in inside:
+        if path in orders:
+            old, new = sorted([(orders[path], handed.origins[path]), (order, origin)])
+            handed.replaced.append((old[1], new[1]))
         if order >= orders.get(path, ()):
             orders[path] = order
             handed.files[path], handed.origins[path] = file.data, origin
@@ -95,16 +104,18 @@ def _take_canvas(tree: Tree, top: str, match: re.Match, handed: Handed, orders: 
 
 def _without_wrapper(tree: Tree) -> Tree:
     """The tree without the one folder that a platform's zip puts around everything."""
-    tops = {path.split("/")[0] for path in tree.files}
+    tops = {path.split("/")[0] for path in tree.files or tree.paths}
     if len(tops) != 1:
         return tree
     (top,) = tops
     inside: dict[str, HandedFile] = dict(below(tree.files, top))
-    seconds = {path.split("/")[0] for path in inside}
+    seconds = {path.split("/")[1] for path in tree.paths if path.startswith(f"{top}/")}
     wraps = METADATA in inside or any(_CANVAS.match(name) or _MOODLE.match(name) for name in seconds)
     if not wraps:
         return tree
-    return Tree(inside, [(path.removeprefix(f"{top}/"), problem) for path, problem in tree.problems])
+    problems = [(path.removeprefix(f"{top}/"), problem) for path, problem in tree.problems]
+    unread, folders = ([path.removeprefix(f"{top}/") for path in paths] for paths in (tree.unread, tree.folders))
+    return Tree(inside, problems, unread, [path for path in folders if path != top])
 
 
 def read_metadata(text: str) -> dict[str, dict]:

@@ -7,10 +7,13 @@ from typing import Any
 import gradescope
 from csvfile import csv_text
 from exercises.model import Exercise
+from grading import looked
 from grading.grade import STATUSES, Result
 from grading.isolation import Isolation
+from grading.judge import Judge
 from grading.submissions import Class, Work
 from lessons import Lesson
+from words import counted
 
 SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": "b", "error": "E"}
 APART = "each run was kept apart: it saw no other process, no network, and could write into its own folder alone"
@@ -30,10 +33,11 @@ def total(results: list[Result]) -> tuple[float | None, float]:
 
 
 def student_json(
-    lesson: Lesson, work: Work, results: list[Result], exercises: list[Exercise], isolation: Isolation, more: dict
+    judge: Judge, work: Work, results: list[Result], exercises: list[Exercise], more: dict
 ) -> dict[str, Any]:
     """report.json."""
     points, of = total(results)
+    lesson, isolation = judge.lesson, judge.isolation
     handed = work.handed
     titles = {exercise.id: exercise.title for exercise in exercises}
     return {
@@ -44,6 +48,7 @@ def student_json(
         "late": handed.late if handed else False,
         "superseded": work.superseded,
         "problems": handed.problems if handed else [],
+        "files": looked.files_json(lesson, work, exercises, results, judge.layout),
         "points": points,
         "of": of,
         "exercises": [asdict(result) | {"title": titles.get(result.exercise, "")} for result in results],
@@ -61,6 +66,7 @@ def student_md(report: dict[str, Any]) -> str:
     lines += [f"Replaced by it: {', '.join(map(_code, report['superseded']))}"] if report["superseded"] else []
     lines += [f"Problem: {problem}" for problem in report["problems"]]
     lines += [f"Isolation: {text}" for text in report["isolation"]["missing"]]
+    lines += looked.lines(report)
     lines += ["", "| exercise | status | points | tests | |", "|---|---|---:|---:|---|"]
     for item in report["exercises"]:
         points = "open" if item["points"] is None else f"{item['points']:g}"
@@ -125,8 +131,8 @@ def gradescope_json(report: dict[str, Any]) -> dict[str, Any]:
         text = "\n".join(exercise_md(item, {})) if item["status"] != "correct" or item["override"] else ""
         name = f"{item['title'] or item['exercise']} ({item['status']})"
         tests.append(gradescope.test(name, item["points"], item["of"], text, output_format="md"))
-    missing = "\n".join(report["isolation"]["missing"])
-    return gradescope.results(tests, output=missing, execution_time=report.get("seconds"))
+    told = "\n".join([*looked.notes(report), *report["problems"], *report["isolation"]["missing"]])
+    return gradescope.results(tests, output=told, execution_time=report.get("seconds"))
 
 
 def class_csv(reports: list[dict[str, Any]], exercises: list[Exercise]) -> str:
@@ -151,7 +157,7 @@ def _published(reports: list[dict]) -> list[str]:
 
 def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of: Class, isolation: Isolation) -> str:
     """The table of the class, what could not be matched, and what the signs mean."""
-    lines = [f"# Lesson {lesson.id}: {len(reports)} students", ""]
+    lines = [f"# Lesson {lesson.id}: {counted(len(reports), 'student')}", ""]
     lines += [*(f"- {text}" for text in isolation.missing or [APART]), ""]
     heads = ["student", "id", "points", *(exercise.id for exercise in exercises)]
     lines += [f"| {' | '.join(heads)} |", f"|---|---|---:|{':-:|' * len(exercises)}"]
@@ -167,6 +173,8 @@ def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of:
     nothing = [report["student"]["id"] for report in reports if report["submission"] is None]
     for what, who in (("Late", late), ("Nothing was handed in by", nothing)):
         lines += ["", f"{what}: {', '.join(who)}"] if who else []
+    if names := [f"- {report['student']['id']}: {note}" for report in reports for note in looked.notes(report)]:
+        lines += ["", "## Files under another name, and files that were not looked at", "", *names]
     if copies := _published(reports):
         lines += ["", "## Word for word the published solution", "", PUBLISHED, "", *copies]
     if of.unmatched:

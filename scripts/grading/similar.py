@@ -13,7 +13,8 @@ from exercises.model import load_exercises
 from exercises.surgery import stub
 from faults import UserError
 from grading.fingerprints import grams, tokens, winnow
-from grading.submissions import Class, Work, find_module, read_class
+from grading.naming import find_module
+from grading.submissions import Class, Work, read_class
 from inputs import json_text
 from lessons import Course, Lesson
 from roster import read_roster

@@ -1,19 +1,16 @@
 """The students of a class with what they handed in last."""
 
 import hashlib
-import re
 import unicodedata
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from faults import UserError
 from grading.handin import read_tree
 from grading.platforms import Handed, split, squashed
-from lessons import Lesson
 from roster import Roster, Student
 
 _SPELLED = str.maketrans({"ł": "l", "ø": "o", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "\u0131": "i"})
-_LESSON = re.compile(r"^\d\d-[a-z0-9-]+$")
 
 
 @dataclass
@@ -103,27 +100,3 @@ def _spellings(name: str) -> set[str]:
     """The name's words in each order that begins elsewhere, without spaces: annamarielee, leeannamarie ..."""
     words = _plain(name).replace(",", " ").split()
     return {squashed("".join(words[at:] + words[:at])) for at in range(len(words))}
-
-
-def find_module(handed: Handed, lesson: Lesson, module: str) -> str | None:
-    """The path of a module among what was handed in, None if it is not there. UserError if two differ.
-
-    The one in this lesson's folder is preferred, then one in a folder `code`, then the one that lies least deep; tests
-    and other lessons' folders are passed over.
-    """
-    ranked: dict[tuple, list[str]] = {}
-    for path in handed.files:
-        parts = PurePosixPath(path).parts
-        if parts[-1] != f"{module}.py" or "tests" in parts[:-1]:
-            continue
-        lessons = [part for part in parts[:-1] if _LESSON.match(part)]
-        if lessons and lesson.id not in lessons:
-            continue
-        rank = (lesson.id not in lessons, "code" not in parts[:-1], len(parts))
-        ranked.setdefault(rank, []).append(path)
-    if not ranked:
-        return None
-    best = sorted(ranked[min(ranked)])
-    if len({handed.files[path] for path in best}) > 1:
-        raise UserError(f"{module}.py was handed in more than once: {', '.join(best)}")
-    return best[0]

@@ -22,6 +22,7 @@ from quizzes.gradebook import read_gradebook
 from quizzes.sheet import Sheet, read_sheet
 from quizzes.stats import is_right
 from roster import read_roster
+from words import counted
 
 
 def take_quiz(course: Course, args: Namespace) -> int:
@@ -101,7 +102,7 @@ def write_quiz_forms(course: Course, args: Namespace) -> int:
     write_forms(quiz, roster, args.seed, args.out)
     value = {"lesson": quiz.lesson, "quiz": quiz.sha256, "seed": args.seed, "students": len(roster.students)}
     lines = [
-        f"{args.out / 'forms'}: {len(roster.students)} forms, each a .txt to print and a .json to fill in",
+        f"{args.out / 'forms'}: {counted(len(roster.students), 'form')}, each a .txt to print and a .json to fill in",
         f"{args.out / 'instructor'}: key.csv, and answers.csv for letters typed from paper",
     ]
     _warn_of_formulas([text for student in roster.students for text in (student.id, student.name)])
@@ -142,7 +143,7 @@ def export_quiz(course: Course, args: Namespace) -> int:
     quiz = Bank(course).quiz(args.lesson)
     write_output(args.out, FORMATS[args.format](quiz), args.force)
     value = {"lesson": quiz.lesson, "format": args.format, "questions": len(quiz.questions), "out": str(args.out)}
-    _show(args, value, f"{args.out}: {len(quiz.questions)} questions of {quiz.lesson} as {args.format}")
+    _show(args, value, f"{args.out}: {counted(len(quiz.questions), 'question')} of {quiz.lesson} as {args.format}")
     return 0
 
 

@@ -12,6 +12,7 @@ from quizzes.sheet import Sheet, read_sheet
 from quizzes.stats import Item, is_right, items
 from roster import Roster, Student
 from shapes import moment
+from words import counted
 
 FAULTS_SHOWN = 20
 
@@ -86,7 +87,8 @@ def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -
             faults.append(str(error))
     if faults:
         more = len(faults) - FAULTS_SHOWN
-        raise UserError("\n".join(faults[:FAULTS_SHOWN] + ([f"and {more} more files with faults"] if more > 0 else [])))
+        rest = [f"and {counted(more, 'more file')} with faults"] if more > 0 else []
+        raise UserError("\n".join(faults[:FAULTS_SHOWN] + rest))
     if lesson is not None:
         wanted = bank.quiz(lesson)
         for sheet in sheets:

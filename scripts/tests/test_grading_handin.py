@@ -7,15 +7,13 @@ import tempfile
 import unittest
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from faults import UserError
 from grading import handin
 from grading.handin import read_tree, read_zip
-from grading.platforms import Handed
-from grading.submissions import find_module, read_class
+from grading.submissions import read_class
 from roster import read_roster
 
 ROSTER = """id,name,email
@@ -69,6 +67,9 @@ class TestPlatforms(Folder):
         self.assertEqual([label for label, _ in self.of.unmatched], ["nobody_14"])
         first = self.of.only("s1")[0].handed
         self.assertEqual((first.late, first.origins["rings.py"]), (True, "leeanna_LATE_11_501_rings-1.py"))
+        self.assertEqual(first.replaced, [("leeanna_11_500_rings.py", "leeanna_LATE_11_501_rings-1.py")])
+        again = self.of.only("s3")[0].handed.replaced
+        self.assertEqual(again, [("nunezjose_13_9_rings-2.py", "nunezjose_13_9_rings-10.py")])
 
     def test_canvas_by_the_id_it_knows(self):
         self.put("in/somebody_2_9_rings.py", "x")
@@ -169,6 +170,70 @@ submission_3:
                 self.handed(name)
 
 
+class TestWhatIsNoPython(Folder):
+    """Whoever handed in something is not said to have handed in nothing."""
+
+    def unread(self, student: str) -> list[str]:
+        return self.of.only(student)[0].handed.unread
+
+    def test_other_files_are_named_and_not_read(self):
+        self.put("in/s1/rings.txt", "x")
+        self.put("in/s1/notes/read me.md", b"\xff\xfe")
+        self.put("in/s1/.DS_Store", "")
+        self.put("in/s2.zip", zipped({"rings.ipynb": "x", "deep/rings.py": "z", "inner.zip": zipped({"a.py": ""})}))
+        self.put("in/leeanna_1_2_x.pdf", "x")
+        self.put("in/s4.rar", "x")
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"]), ({}, {"deep/rings.py": b"z"}))
+        self.assertEqual(self.unread("s2"), ["s2.zip/rings.ipynb", "s2.zip/inner.zip"])
+        self.assertEqual(self.of.stray, ["s4.rar"])
+
+    def test_one_file_alone(self):
+        for student, name in (("s1", "in/s1/rings.txt"), ("s2", "in/vandykbo_1_2_x.pdf"), ("s3", "in/s3.zip")):
+            self.put(name, zipped({"notes.doc": ""}) if name.endswith(".zip") else "x")
+            self.assertEqual(self.handed()[student], {})
+            self.assertEqual(len(self.unread(student)), 1)
+        self.put("class.zip", zipped({"Anna Lee_991_assignsubmission_file_/rings.txt": "x"}))
+        self.assertEqual(self.handed("class.zip")["s1"], {})
+
+    def test_a_folder_or_zip_with_nothing_in_it_is_a_student(self):
+        (self.root / "in/s1/empty").mkdir(parents=True)
+        (self.root / "in/.hidden").mkdir()
+        self.put("in/s2.zip", zipped({}))
+        found = self.handed(roster=False)
+        self.assertEqual(found, {"s1": {}, "s2": {}})
+        with zipfile.ZipFile(self.root / "class.zip", "w") as archive:
+            archive.writestr("s1/", "")
+            archive.writestr("s2/rings.py", "x")
+        self.assertEqual(self.handed("class.zip", roster=False), {"s1": {}, "s2": {"rings.py": b"x"}})
+
+    def test_a_folder_in_the_place_of_a_file(self):
+        (self.root / "in/s1/rings.py").mkdir(parents=True)
+        self.assertEqual(self.handed()["s1"], {})
+        problems = self.of.only("s1")[0].handed.problems
+        self.assertEqual(problems, ["s1/rings.py: a folder, where a file is expected"])
+
+    @unittest.skipUnless(os.name == "posix", "links")
+    def test_a_link_to_a_folder(self):
+        self.put("elsewhere/rings.py", "x")
+        self.put("in/s1/notes.txt", "x")
+        for name in ("in/s1/code", "in/s2"):
+            os.symlink(self.root / "elsewhere", self.root / name)
+        found = self.handed()
+        self.assertEqual((found["s1"], found["s2"]), ({}, {}))
+        for student, path in (("s1", "s1/code"), ("s2", "s2")):
+            problems = self.of.only(student)[0].handed.problems
+            self.assertEqual(problems, [f"{path}: a link, which is not followed"])
+
+    @unittest.skipIf(os.name != "posix" or os.geteuid() == 0, "whoever may read everything")
+    def test_a_folder_that_cannot_be_read(self):
+        self.put("in/s1/code/rings.py", "x")
+        (self.root / "in/s1/code").chmod(0)
+        self.addCleanup((self.root / "in/s1/code").chmod, 0o700)
+        self.handed()
+        self.assertEqual(self.of.only("s1")[0].handed.problems, ["s1/code: Permission denied"])
+
+
 class TestZips(Folder):
     def test_paths_that_lead_out_are_refused_and_nothing_is_written(self):
         names = ["../up.py", "/abs.py", "a/../../up.py", "C:\\x.py", "..\\up.py"]
@@ -216,24 +281,6 @@ class TestZips(Folder):
         self.put("in/s1/notes.txt", "")
         self.put("in/s1/rings.py", "")
         self.assertEqual(list(read_tree(self.root / "in").files), ["s1/rings.py"])
-
-
-class TestFindModule(unittest.TestCase):
-    LESSON = SimpleNamespace(id="01-wheels")
-
-    def find(self, *paths: str) -> str | None:
-        files = {path: str(at).encode() for at, path in enumerate(paths)}
-        return find_module(Handed("s", [], "folder", files), self.LESSON, "rings")
-
-    def test_the_nearest_to_the_lesson(self):
-        self.assertIsNone(self.find("a.py", "tests/rings.py", "phases/1/02-carts/code/rings.py"))
-        self.assertEqual(self.find("rings.py", "code/rings.py"), "code/rings.py")
-        self.assertEqual(self.find("code/rings.py", "x/01-wheels/code/rings.py"), "x/01-wheels/code/rings.py")
-        self.assertEqual(self.find("a/b/rings.py", "a/rings.py"), "a/rings.py")
-
-    def test_two_that_differ(self):
-        with self.assertRaisesRegex(UserError, r"more than once: a/rings.py, b/rings.py"):
-            self.find("a/rings.py", "b/rings.py")
 
 
 if __name__ == "__main__":
