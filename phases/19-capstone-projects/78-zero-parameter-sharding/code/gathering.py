@@ -26,9 +26,8 @@ class Call:
 class Gathering:
     """Gathers parameters before a block's forward and backward, the next block's meanwhile, and frees them after.
 
-    `blocks` are in forward order, the root last: its units are there in all of forward, and in all of backward. Not in
-    between: that is where the loss is, and memory at its peak. So a step gathers each unit twice. All ranks must run
-    the same blocks in the same order.
+    `blocks` are in forward order, the root last: its units are there from its forward to the end of backward. So a step
+    gathers a block's units twice, the root's once. All ranks must run the same blocks in the same order.
 
     When backward goes from one block to another, the first is over: its parameters are freed and its gradients leave.
     Not earlier, when its last gradient comes: a rank may have none, and all must communicate in one order.
@@ -50,7 +49,7 @@ class Gathering:
         self.root = [number for block in blocks if block.module is module for number in block.units]
         self.absences = [Absence([slot.param for slot in unit.slots]) for unit in units]
         self.coming: dict[int, list[Work]] = {}
-        self.here, self.in_backward, self.open = set(range(len(units))), False, False
+        self.here, self.in_forward, self.in_backward, self.open = set(range(len(units))), False, False, False
         self.trail: list[Call] = []  # forwards that backward has not come to yet
         self.began: list[Call] = []  # to these this backward has come
         self.at_work: list[int] = []  # places of blocks that are not over
@@ -58,7 +57,7 @@ class Gathering:
         for place, block in enumerate(self.inner):
             block.module.register_forward_pre_hook(lambda *_, place=place: self._enter(place))
             block.module.register_forward_hook(lambda _m, _i, out, place=place: self._leave(place, out))
-        module.register_forward_hook(lambda _m, _i, out: self._end_forward(out))
+        module.register_forward_hook(lambda _m, _i, out: self._end_forward(out), always_call=True)
         self.free_all()
 
     def ask(self, number: int) -> None:
@@ -71,19 +70,30 @@ class Gathering:
                 self.coming[number] = gather_from_shards(self.comm, shard, everything=True)
 
     def take(self, number: int) -> None:
-        """Have a unit's parameters there. Raises ValueError if one was written meanwhile: it would be lost."""
+        """Have a unit's parameters there. Raises ValueError if one was written meanwhile: that is lost."""
         if number in self.here:
             return
         self.ask(number)
         for work in self.coming.pop(number):
             work.wait()
+        self._insist(number)
         unit = self.units[number]
-        if written := self.absences[number].written():
-            names = " or ".join(unit.slots[index].name for index in written[:3])
-            raise ValueError(f"{names} was written while it was not gathered: write it inside gathered()")
         for slot, view in zip(unit.slots, unit.data_views, strict=True):
             slot.param.data = view
         self.here.add(number)
+
+    def insist_on_absence(self) -> None:
+        """Raise ValueError if a parameter was written while it was not there."""
+        for number in range(len(self.units)):
+            if number not in self.here:
+                self._insist(number)
+
+    def _insist(self, number: int) -> None:
+        if written := self.absences[number].written():
+            names = " or ".join(self.units[number].slots[index].name for index in written[:3])
+            self.absences[number].restore()
+            self.free_all()
+            raise ValueError(f"{names} was written while it was not gathered: write it inside gathered()")
 
     def free(self, number: int) -> None:
         """Free a unit's parameters: every element is NaN until they are gathered again."""
@@ -116,6 +126,8 @@ class Gathering:
         if self.open:
             yield
             return
+        if self.in_forward or torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError("in the midst of forward or backward parameters come and go: enter gathered() before")
         for step in (self.ask, self.take):
             for number in range(len(self.units)):
                 step(number)
@@ -132,6 +144,11 @@ class Gathering:
                     adopt(unit.data[shard.start : shard.end], shard.master)
             self.free_all()
 
+    def forget_writes(self) -> None:
+        """Take back what was written to parameters that were not there: all have new values by now."""
+        for absence in self.absences:
+            absence.restore()
+
     def graphs_outdated(self) -> None:
         """The parameters' versions were raised though nobody wrote to what stands for them."""
         for absence in self.absences:
@@ -139,7 +156,7 @@ class Gathering:
 
     def _begin_forward(self) -> None:
         if torch._C._current_graph_task_id() < 0:  # not a forward that runs again in backward
-            self.in_backward = False  # should the last one have failed
+            self.in_forward, self.in_backward = True, False  # in backward: should the last one have failed
         for number in self.root:
             self.ask(number)
         if not self.in_backward:
@@ -148,11 +165,13 @@ class Gathering:
             self.take(number)
 
     def _end_forward(self, out) -> None:
-        if self.in_backward:  # a checkpointed forward that runs again
+        """After the whole forward, or its failure: then `out` is None."""
+        self.in_forward = False
+        if not self.in_backward and (out is None or not torch.is_grad_enabled()):
+            self.free_all()
             return
-        for tensor in _that_need_gradients(out) if torch.is_grad_enabled() else ():
+        for tensor in _that_need_gradients(out):
             tensor.register_hook(lambda grad: self._begin_backward())
-        self.free_all()
 
     def _ask_for(self, place: int) -> None:
         for number in self.inner[place].units if place < len(self.inner) else ():
@@ -169,7 +188,7 @@ class Gathering:
         if self.in_backward:  # a checkpointed forward that runs again: backward comes at once
             return
         call = Call(place)
-        tensors = _that_need_gradients(out) if torch.is_grad_enabled() else []
+        tensors = _made_here(_that_need_gradients(out)) if torch.is_grad_enabled() else []
         for tensor in tensors:
             tensor.register_hook(lambda grad: self._come_to(call))
         if tensors:
@@ -185,7 +204,7 @@ class Gathering:
         self.in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.gradients.backward_begins()
-        for number in self.root:
+        for number in self.root:  # gone if something else was computed since forward
             self.take(number)
 
     def _come_to(self, call: Call) -> None:
@@ -214,6 +233,21 @@ class Gathering:
         self.began.clear()
         self.at_work.clear()
         self.free_all()
+
+
+def _made_here(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs that no block before has returned: backward comes to the block that made a tensor.
+
+    One that only hands it on has no backward, and must not come between.
+    """
+    found = []
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            known = tensor.grad_fn.metadata.setdefault("outputs of blocks", set())  # goes with the graph
+            if tensor.output_nr not in known:
+                known.add(tensor.output_nr)
+                found.append(tensor)
+    return found
 
 
 def _that_need_gradients(out) -> list[torch.Tensor]:

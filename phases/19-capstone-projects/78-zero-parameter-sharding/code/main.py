@@ -201,7 +201,7 @@ def check_cost(claims: demo.Claims, logs: list, stage: int) -> None:
     words = {
         1: "one reduce-scatter and one all-gather a step",
         2: "one reduce-scatter and one all-gather a unit and step",
-        3: "one reduce-scatter and two all-gathers a unit and step",
+        3: "one reduce-scatter and two all-gathers a block and step",
     }
     claims.check(words[stage], once, f"{steps} steps, {len(sizes)} unit{'s' * (len(sizes) > 1)}")
     padded = 4 * world_size * steps * sum(shard_bounds(numel, world_size, 0)[2] for numel in sizes)

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.dtype}, {state}: GB a rank, without activations")
         lines = [[name, f"{n:,}", *(f"{row['sum'] / GB:,.1f}" for row in rows)] for name, _, n, rows in found]
         print(table([["parameters", "ranks", *STAGES], *lines]))
-    print("ZeRO-3 also has the blocks that compute, whole: the largest two of them.")
+    print("ZeRO-3 also has, whole, what is in no block, and the blocks that compute: two of them.")
     return 0
 
 

@@ -70,6 +70,10 @@ class Overlap:
             self.enabled = before
 
     def _on_gradient(self, number: int, index: int) -> None:
+        param = self.units[number].slots[index].param
+        if not param.requires_grad:  # frozen since forward
+            param.grad = None
+            return
         if number < self.launched:
             words = "all backwards but the last go into no_sync(), checkpointing wants use_reentrant=False"
             raise RuntimeError(f"a gradient came after its unit had left: {words}")

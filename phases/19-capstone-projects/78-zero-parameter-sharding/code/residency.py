@@ -45,6 +45,11 @@ class Absence:
             param.data = param.absent
         self.note_versions()
 
+    def restore(self) -> None:
+        """Let them be absent again, as if nothing had been written."""
+        self.nan.fill_(float("nan"))
+        self.begin()
+
     def note_versions(self) -> None:
         """Take all changes until now for known."""
         if self.by_version:

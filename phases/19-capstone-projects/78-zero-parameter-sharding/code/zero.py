@@ -200,6 +200,7 @@ class ZeroOptimizer(OptimizerBase):
         settings = self._settings()
         if self.gathering is not None:
             self.gathering.reset()
+            self.gathering.insist_on_absence()
         self.reduce_gradients()
         bad, self._bad = self._any_bad() if self._bad is None else self._bad, None
         if not self._lazy:
@@ -276,7 +277,7 @@ class ZeroOptimizer(OptimizerBase):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Restore this rank's shard; the parameters follow the masters on all ranks. All ranks call it.
+        """Restore this rank's shard and drop gradients; parameters follow masters on all ranks. All ranks call it.
 
         Raises the same ValueError on all ranks, with nothing changed, if on any of them the state is not this rank's
         (layout, parameter names, groups, shapes, dtypes), or if the ranks bring different settings or counts.
@@ -286,8 +287,11 @@ class ZeroOptimizer(OptimizerBase):
             self.gathering.reset()
         zero_state.restore(self, state_dict)
         self.agreement.start_anew()
+        if self.gathering is not None:
+            self.gathering.forget_writes()
         for shard in self.shards if self.stage < 3 else ():
             for work in gather_from_shards(self.comm, shard, everything=True):
                 work.wait()
         self._outdate_graphs()
+        self.zero_grad()
         self.call_hooks("load_state_dict_post")

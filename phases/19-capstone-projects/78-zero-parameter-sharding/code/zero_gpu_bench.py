@@ -35,13 +35,17 @@ def sharded(size: str, comm: Comm, tuned: bool) -> tuple:
 
 
 def fsdp(size: str, comm: Comm, reshard: bool) -> tuple:
-    """Return the same of FSDP2: fp32 shards, bf16 when gathered; `reshard`: freed after forward, gathered again."""
+    """Return the same of FSDP2: fp32 shards, bf16 when gathered; `reshard`: blocks are freed after forward.
+
+    What is in no block stays until the end of backward: that is torch's default, and what ours does.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     module = gpt(size, comm.device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for part in [*module.blocks, module]:
+    for part in module.blocks:
         fully_shard(part, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(module, mp_policy=policy, reshard_after_forward=False)
     return module, torch.optim.AdamW(module.parameters(), LR, fused=True), False
 
 

@@ -36,14 +36,15 @@ def ours(comm: Comm, stage: int) -> tuple:
 
 
 def fsdp(comm: Comm, reshard: bool, fused: bool) -> tuple:
-    """Return the same of FSDP2, a block a unit as ours; `reshard`: freed after forward, gathered again."""
+    """Return the same of FSDP2, a block a unit as ours; `reshard`: blocks are freed after forward, gathered again."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     module = gpt()
     mesh = init_device_mesh("cpu", (comm.world_size,))
-    for part in [*module.blocks, module]:
+    for part in module.blocks:
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)  # torch's default for what is in no block; ours, too
     optimizer = torch.optim.Adam(module.parameters(), LR, fused=fused or None)  # False is not the default
     local = [lambda: [tensor.to_local() for tensor in moments(optimizer)]]
     return module, optimizer, lambda: [p.full_tensor().detach() for p in module.parameters()], local[0]

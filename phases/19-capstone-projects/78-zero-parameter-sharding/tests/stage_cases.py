@@ -4,7 +4,9 @@ import copy
 
 import torch
 from torch import nn
-from zero_cases import optimizer_for
+from zero_cases import optimizer_for, virtual
+
+STEP = {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 1}  # a Tower's, in stage 3
 
 
 class Part(nn.Module):
@@ -122,3 +124,26 @@ def mean_gradients(logs: list, step: int) -> dict[str, torch.Tensor]:
         flat = torch.cat([log["shards"][step][number] for log in logs])
         found |= {name: flat[start:end] for name, start, end in places}
     return found
+
+
+def step_of(module, optimizer, comm, step=0):
+    """Train one step; return the collectives it took."""
+    before = comm.counters.calls.copy()
+    loss_of(module, step, comm.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return dict(comm.counters.calls - before)
+
+
+def same_as_stage_1(test, worker, base=1):
+    """`worker(comm, stage)` must return the same parameters in stages 1 (or another) and 3; returns them."""
+    one, three = (virtual(2, worker, stage) for stage in (base, 3))
+    for found in three:
+        for name, expected in one[0].items():
+            test.assertTrue(torch.equal(found[name], expected), name)
+    return one[0]
+
+
+def whole(optimizer) -> list[int]:
+    """Return the numbers of the units whose parameters have memory."""
+    return [i for i, unit in enumerate(optimizer.units) if unit.data.untyped_storage().nbytes()]

@@ -10,36 +10,10 @@ from unittest import mock
 
 import torch
 from residency import Absence, is_absent
-from stage_cases import Tower, batch, loss_of, params_of
+from stage_cases import STEP, Tower, batch, loss_of, params_of, same_as_stage_1, step_of, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_cases import optimizer_for, virtual
-
-
-def step_of(module, optimizer, comm, step=0):
-    """Train one step; return the collectives it took."""
-    before = comm.counters.calls.copy()
-    loss_of(module, step, comm.rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return dict(comm.counters.calls - before)
-
-
-def same_as_stage_1(test, worker, base=1):
-    """`worker(comm, stage)` must return the same parameters in stages 1 (or another) and 3; returns them."""
-    one, three = (virtual(2, worker, stage) for stage in (base, 3))
-    for found in three:
-        for name, expected in one[0].items():
-            test.assertTrue(torch.equal(found[name], expected), name)
-    return one[0]
-
-
-def whole(optimizer) -> list[int]:
-    """Return the numbers of the units whose parameters have memory."""
-    return [i for i, unit in enumerate(optimizer.units) if unit.data.untyped_storage().nbytes()]
-
-
-STEP = {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 1}
 
 
 class Telling(Tower):
@@ -69,7 +43,7 @@ class TestWhatIsThere(unittest.TestCase):
 
         forward = [("F0", [1, 2, 3]), ("F1", [0, 1, 3]), ("F2", [0, 3])]
         backward = [("B2", [0, 1, 3]), ("B1", [1, 2, 3]), ("B0", [2, 3])]
-        self.assertEqual(virtual(2, worker), [(forward + backward, [], [], True)] * 2)
+        self.assertEqual(virtual(2, worker), [(forward + backward, [3], [], True)] * 2)
 
     def test_outside_parameters_read_as_nan_and_cannot_be_written(self):
         def worker(comm):

@@ -69,8 +69,8 @@ def payload(plan: Plan, recipe: Recipe, place: dict[str, int], rows: int, parame
         result["dp all_reduce"] = 4 * (1 + plan.dp)  # skip the step? And a checksum a rank
     if plan.zero in (1, 2):
         result["dp all_gather"] = whole
-    if plan.zero == 3:  # before forward and before backward
-        result["dp all_gather"] = 2 * count * whole
+    if plan.zero == 3:  # before forward and before backward; a tied matrix stays in between
+        result["dp all_gather"] = size * count * sum(n * (1 if name == "tied" else 2) for name, n in units.items())
     return {name: n for name, n in result.items() if n}
 
 
