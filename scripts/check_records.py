@@ -2,7 +2,8 @@
 
 A record is `docs/gpu_runs/NAME.txt`: lines `# card: ...`, `# torch: ...`, `# date: ...`, one `# command: ...` for each
 run, and what the runs printed, untouched. The paragraph that tells of them links it. That paragraph, and a table right
-above or below it, may hold no number that the record does not.
+above or below it, may hold no number that the record does not; what they write as `value (low to high)` stands in one
+line of it.
 """
 
 import re
@@ -14,13 +15,25 @@ FIELDS = ("card", "torch", "date", "command")
 _CARD = re.compile(r"\b(?:H100|H200|A100|B200)\b")
 _LINK = re.compile(r"\]\((gpu_runs/[\w.-]+\.txt)\)")
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
+_INTERVAL = re.compile(r"(?<![\w.])([\d.,]*\d) \(([\d.,]*\d) to ([\d.,]*\d)\)")
 _MEASURED = re.compile(r"(?<![\w.])\d[\d,]*\.\d+\b(?!\.)")  # a version, 2.11.0, is none
 
 
 def numbers(text: str) -> set[str]:
-    """All numbers of a text, without the commas between thousands and zeros at the end of a fraction."""
-    found = (number.replace(",", "") for number in _NUMBER.findall(text))
-    return {number.rstrip("0").rstrip(".") if "." in number else number for number in found}
+    """All numbers of a text, as `plain` writes them."""
+    return {plain(number) for number in _NUMBER.findall(text)}
+
+
+def plain(number: str) -> str:
+    """A number without commas between thousands and zeros at the end of a fraction."""
+    number = number.replace(",", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def intervals(record: str) -> set[tuple[str, ...]]:
+    """Any three numbers that stand next to each other in a line: a value and the ends of its interval, say."""
+    lines = [[plain(number) for number in _NUMBER.findall(line)] for line in record.splitlines()]
+    return {triple for line in lines for triple in zip(line, line[1:], line[2:], strict=False)}
 
 
 def fields_of(record: str) -> dict[str, list[str]]:
@@ -79,11 +92,15 @@ def _compare(lesson: Lesson, links: list[str], parts: list[tuple[int, str]]) -> 
     faults = [message for pair in zip(links, records, strict=True) for message in record_faults(*pair, text)]
     if None in records:
         return [Fault(path, line, message) for message in faults]
-    known = numbers("\n".join(records))
+    known, together = numbers("\n".join(records)), intervals("\n".join(records))
     found = [Fault(path, line, message) for message in faults]
     for begin, part in parts:
         missing = sorted(numbers(_LINK.sub("", part)) - known)
         found += [Fault(path, begin, f"{number} is not in {', '.join(links)}") for number in missing]
+        for each in _INTERVAL.findall(part):
+            if tuple(map(plain, each)) not in together:
+                said = "{} ({} to {})".format(*each)
+                found.append(Fault(path, begin, f"no line of {', '.join(links)} has {said}"))
     return found
 
 
@@ -94,5 +111,7 @@ def record_faults(link: str, record: str | None, text: str) -> list[str]:
     fields = fields_of(record)
     faults = [f"{link} has no line `# {name}: ...`" for name in FIELDS if name not in fields]
     for name in ("card", "torch", "date"):
-        faults += [f"{link} says {name} {value}; this does not" for value in fields.get(name, []) if value not in text]
+        for value in fields.get(name, []):
+            if not re.search(rf"(?<![\w.]){re.escape(value)}(?!\w)", text):
+                faults.append(f"{link} says {name} {value}; this does not")
     return faults

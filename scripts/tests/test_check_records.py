@@ -40,6 +40,18 @@ class TestRecords(FakeCourse):
         line = self.texts(text=TEXT.replace("11 pairs", "13 pairs"))
         self.assert_docs_fault(line, "13 is not in gpu_runs/spin.txt")
 
+    def test_an_interval_that_is_another_rows(self):
+        record = RECORD.replace("1.01 (1.00 to 1.01)", "1.01 (1.00 to 1.01), tuned 0.96 0.92 to 1.02")
+        self.texts(record=record, table=TABLE.replace("1.01 (1.00 to 1.01)", "0.96 (0.92 to 1.02)"))
+        self.assert_good()
+        self.setUp()
+        line = self.texts(record=record, table=TABLE.replace("1.01 (1.00 to 1.01)", "0.96 (1.00 to 1.01)"))
+        self.assert_docs_fault(line - 4, "no line of gpu_runs/spin.txt has 0.96 (1.00 to 1.01)")
+
+    def test_more_cards_than_there_were(self):
+        line = self.texts(text=TEXT.replace("2 x", "12 x"), record=RECORD + "12 cards\n")
+        self.assert_docs_fault(line, "gpu_runs/spin.txt says card 2 x NVIDIA H200; this does not")
+
     def test_no_link(self):
         line = self.texts(text="On two H200 it took 239.5 ms.", record=None)
         self.assert_docs_fault(line, "numbers of a GPU run link their record")
