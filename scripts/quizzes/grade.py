@@ -57,7 +57,7 @@ def find_files(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     aside: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files = sorted(found for found in path.rglob("*") if found.is_file())
+            files = sorted(found for found in path.rglob("*") if not found.is_dir())  # a link to nothing, too
             for found in files:
                 is_sheet = found.suffix.lower() == ".json" and not found.name.startswith(".")
                 (taken if is_sheet else aside).append(found)
@@ -85,10 +85,7 @@ def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -
             sheets += read_class(path, bank, lesson) if path.suffix.lower() == ".csv" else [read_sheet(path, bank)]
         except UserError as error:
             faults.append(str(error))
-    if faults:
-        more = len(faults) - FAULTS_SHOWN
-        rest = [f"and {counted(more, 'more file')} with faults"] if more > 0 else []
-        raise UserError("\n".join(faults[:FAULTS_SHOWN] + rest))
+    _raise(faults)
     if lesson is not None:
         wanted = bank.quiz(lesson)
         for sheet in sheets:
@@ -101,17 +98,32 @@ def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -
     return sheets
 
 
+def _raise(faults: list[str]) -> None:
+    """UserError with all of them, but for very many; nothing if there is none."""
+    more = len(faults) - FAULTS_SHOWN
+    if faults:
+        rest = [f"and {counted(more, 'more sheet')} with faults"] if more > 0 else []
+        raise UserError("\n".join(faults[:FAULTS_SHOWN] + rest))
+
+
 def grade(sheets: list[Sheet], stages: tuple[str, ...], roster: Roster | None, newest: bool) -> list[Graded]:
     """Grade each quiz that occurs, in the order of the lessons.
 
-    UserError for a student who is not in the roster, and for two sheets of one student unless `newest`.
+    UserError for all students who are not in the roster, and for two sheets of one student unless `newest`.
     """
+    students: list[Student] = []
+    faults: list[str] = []
+    for sheet in sheets:
+        try:
+            students.append(_student(sheet, roster))
+        except UserError as error:
+            faults.append(str(error))
+    _raise(faults)
     graded = []
     for quiz in sorted({sheet.quiz for sheet in sheets}, key=lambda quiz: quiz.lesson):
         chosen: dict[str, tuple[Student, Sheet]] = {}
-        for sheet in sheets:
+        for student, sheet in zip(students, sheets, strict=True):
             if sheet.quiz is quiz:
-                student = _student(sheet, roster)
                 key = student.id.casefold()
                 if key in chosen:
                     sheet = _newer(student, chosen[key][1], sheet, newest)

@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+import unittest
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -153,9 +154,19 @@ class TestGradeQuiz(QuizCase):
         self.file("in/s9.json", self.sheet())
         whose = "it does not say whose it is, and by its own name the student 's9' is not in"
         self.refused(f"{path}:1: {whose} {roster}", *grade)
+        other = self.file("in/t9.json", self.sheet("t9"))
+        _, told = self.course(*grade, code=2)
+        self.assertEqual([line.split(":")[0] for line in told.splitlines()], ["course", str(other)])  # both in one go
         path.unlink()
+        other.unlink()
         table = self.file("rows.csv", f"student,lesson,{self.quiz.questions[0].id}\ns1,1,A\n\ns8,1,A\n")
         self.refused(f"{table}:4: the student 's8' is not in {roster}", "grade-quiz", table, "--roster", roster)
+
+    @unittest.skipUnless(os.name == "posix", "links")
+    def test_a_link_to_nothing_is_a_fault(self):
+        self.put_class()
+        os.symlink(self.root / "nowhere", self.work / "in" / "s9.json")
+        self.refused("s9.json: No such file or directory", "grade-quiz", self.work / "in")
 
     def test_every_file_with_a_fault_is_named(self):
         first, second = self.quiz.questions[0].id, self.quiz.questions[1].id
