@@ -62,11 +62,13 @@ class TestNames(Files):
         self.put("in/s1/rings.ipynb", "{}")
         self.put("in/s1/test_wheel.py", "")
         (self.root / "in/s2").mkdir()
+        self.put("in/s3.zip", "no zip")
         self.grade_all()
         self.assertIn("files: s1: nothing of it was looked at: s1/rings.ipynb, s1/test_wheel.py\n", self.out)
         self.assertIn("files: s2: no file was handed in\n", self.out)
-        self.assertNotIn("files: s3", self.out)
-        self.assertIn("Nothing was handed in by: s3, s4, s5\n", self.text("out/class.md"))
+        self.assertIn("files: s3: nothing of it could be read: s3.zip: a zip that cannot be read: ", self.out)
+        self.assertNotIn("files: s4", self.out)
+        self.assertIn("Nothing was handed in by: s4, s5\n", self.text("out/class.md"))
 
     def test_helpers_are_looked_at_and_the_lessons_own_files_only_counted(self):
         self.put("in/s1/code/rings.py", f"from spokes import f\n{RINGS.replace(RIGHT, 'return f(ring, steps)')}")
