@@ -66,6 +66,12 @@ class TestSimilar(Grading):
         )
         self.assertEqual(self.course("similar", str(self.root / "in"), "1", "--least", "101"), 2)
 
+    def test_who_handed_in_no_python_is_not_counted(self):
+        self.put("in/s2/code/rings.py", RINGS)
+        self.put("in/s5/notes.txt", "")
+        self.assertEqual(self.course("similar", str(self.root / "in"), "1"), 0)
+        self.assertIn("no two of 5 share 50% of their own code\n", self.out)
+
 
 class TestWinnowing(unittest.TestCase):
     def test_any_shared_run_that_is_long_enough_is_found(self):
