@@ -132,7 +132,8 @@ def show_similar(course: Course, args: argparse.Namespace) -> int:
     if rows:
         print(table(["one", "other", "shared", "of the one", "of the other", "for example"], rows))
     else:
-        print(f"no two of {sum(bool(work.handed and work.handed.files) for work in of.works)} share {args.least:g}% of their own code")
+        compared = sum(bool(work.handed and work.handed.files) for work in of.works)
+        print(f"no two of {compared} share {args.least:g}% of their own code")
     for label, why in of.unmatched:
         print(f"not matched: {label}: {why}")
     print(NOTE)
