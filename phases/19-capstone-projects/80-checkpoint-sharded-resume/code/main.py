@@ -258,6 +258,8 @@ def tell(args: argparse.Namespace) -> int:
     claims, kept = demo.Claims(), demo.out_dir(args) / "round_trip"
     with tempfile.TemporaryDirectory(prefix="lesson80-") as folder:
         round_trip(claims, Path(folder) / "round_trip", args.world_size, args.backend)
+        copy_checkpoint(Path(folder) / "round_trip", kept)
+        demo.say(f"      to look at: {kept}")
         refusals(claims, Path(folder) / "refusals")
         crash_drill(claims, Path(folder) / "drill")
         rotation(claims, Path(folder) / "rotation")
@@ -266,8 +268,6 @@ def tell(args: argparse.Namespace) -> int:
         second_look(claims, Path(folder) / "second_look")
         if args.bench:
             bench_checkpoint.run(claims, Path(folder), args.mb)
-        copy_checkpoint(Path(folder) / "round_trip", kept)
-        demo.say(f"\nto look at, the checkpoint of the first table: {kept}")
     return claims.verdict("LESSON 80: what was saved is what loads")
 
 

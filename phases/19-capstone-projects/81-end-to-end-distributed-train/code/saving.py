@@ -104,6 +104,7 @@ def alone_in(folder: Path, team: Team, seconds: float = 5.0):
     """Keep other runs out of a folder of checkpoints: rank 0 holds its lock, which the system frees if it is killed.
 
     Raises CheckpointError on every rank if another run still holds it after `seconds` (a killed one takes a moment).
+    Where folders have no locks (Windows, some network mounts) nobody is kept out.
     """
 
     disk = Storage()

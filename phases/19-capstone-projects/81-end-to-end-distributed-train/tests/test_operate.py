@@ -450,6 +450,11 @@ class TestResume(Runs):
         self.assertEqual(self.saved(), [0, 4, 8])
         self.assertEqual(self.operate()[0]["start"], 8)
 
+    def test_where_folders_have_no_locks_nobody_is_kept_out(self):
+        alone, folder = Team.of_one_process(1), self.job.folder
+        with mock.patch("storage.fcntl", None), alone_in(folder, alone), alone_in(folder, alone, seconds=0.0):
+            self.assertEqual(self.operate(job=replace(self.job, steps=4))[0]["position"], 4)
+
     def test_a_run_that_fails_lets_the_next_one_in(self):
         self.operate(job=replace(self.job, steps=8))
         self.assert_refused(CheckpointError, "saved by another job", job=replace(self.job, lr=1.0))
