@@ -150,5 +150,5 @@ def check_exercises(course: Course, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
-        print(f"{len(findings)} proofs, {faults} faults, {time.monotonic() - begin:.0f} s")
+        print(f"{counted(len(findings), 'proof')}, {counted(faults, 'fault')}, {time.monotonic() - begin:.0f} s")
     return 1 if faults else 0

@@ -198,7 +198,7 @@ class TestTry(Learner):
         self.assertIn("turned to the left", text)
         self.write("return ring\n", "return ring[1:] + ring[:1]\n")
         self.assertIn("1 of 2 exercises passed, 2 of 5 points", self.tried(code=1))
-        self.assertIn("1 of 1 exercises passed, 2 of 2 points", self.tried("turn", code=0))
+        self.assertIn("1 of 1 exercise passed, 2 of 2 points", self.tried("turn", code=0))
         self.solve(1, "return distance / self.size")
         self.assertIn("2 of 2 exercises passed, 5 of 5 points", self.tried(code=0))
         self.assertIn("2 of 2 exercises passed", self.tried("roll", code=0))
@@ -209,12 +209,12 @@ class TestTry(Learner):
         self.start()
         self.solve(0, "return ring[1:] + ring[:1]")
         self.assertRegex(self.tried(code=1), r"(?m)^turn  passed .*\nroll  not started$")
-        self.assertRegex(self.tried("turn", code=0), "1 of 1 exercises passed")
+        self.assertRegex(self.tried("turn", code=0), "1 of 1 exercise passed")
 
     def test_one_exercise_needs_what_is_written_of_those_before_it(self):
         self.start()
         self.solve(1, "return distance / self.size")
-        self.assertIn("1 of 1 exercises passed, 3 of 3 points", self.tried("roll", code=0))
+        self.assertIn("1 of 1 exercise passed, 3 of 3 points", self.tried("roll", code=0))
         self.solve(0, "return ring")
         self.assertRegex(self.tried("roll", code=1), r"(?m)^turn  failed [^$]*0 of 2 exercises passed, 0 of 5 points")
 
