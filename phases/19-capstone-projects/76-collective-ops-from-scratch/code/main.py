@@ -14,6 +14,8 @@ import torch
 from choose import ALGORITHMS  # 76: the all-reduces
 from collectives import PRIMITIVES, allgather, broadcast, reduce_scatter, ring_allreduce  # 76: the four collectives
 from comm import Comm, TorchComm  # 76: the interface of all later lessons
+from endings import say_why  # 76: a line in the place of a traceback
+from given_flags import allow_only  # 76: a flag that would do nothing is refused
 from mesh_comm import MeshComm  # 76: the same over a mesh
 from hello import hello  # 76: the first program
 from hierarchical import hierarchical_allreduce  # 76: one for nodes with fast links of their own
@@ -195,6 +197,17 @@ def trace(claims: demo.Claims, n: int = 4) -> None:
     claims.check("every rank ends with every rank's term in every chunk", complete)
 
 
+ALSO_USED = {  # flags of each program, beside its own and those that all have
+    "trace": "",
+    "drill": "",
+    "cost": "max_size transport",
+    "explain": "size",
+    "cluster": "size",
+    "bench": "",
+    "default": "seed",
+}
+
+
 def main() -> int:
     """Run the demonstration; return its exit code."""
     parser = demo.parser(__doc__)
@@ -217,11 +230,19 @@ def main() -> int:
     for option, takers in (("size", ("explain", "cluster")), ("transport", ("cost",))):
         if getattr(args, option) and not set(modes) & set(takers):
             parser.error(f"--{option} goes with --{' or --'.join(takers)}")
+    mode = modes[0] if modes else "default"
+    said = "this lesson without another program" if not modes else f"--{mode}"
+    allow_only(parser, said, f"world_size backend out {mode} {ALSO_USED[mode]}")
+    if args.drill and args.world_size < 2:
+        parser.error(f"--drill needs at least 2 ranks, got --world-size {args.world_size}")
+    return say_why(lambda: tell(args, parser))
+
+
+def tell(args, parser) -> int:
+    """Run the program that the flags choose; return its exit code."""
     if args.drill:
         from drills import drill  # 76: failures on purpose
 
-        if args.world_size < 2:
-            parser.error(f"--drill needs at least 2 ranks, got --world-size {args.world_size}")
         return drill(args.drill, args.world_size)
     claims = demo.Claims()
     if args.trace:

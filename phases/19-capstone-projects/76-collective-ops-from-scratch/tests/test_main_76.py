@@ -18,6 +18,20 @@ from runs_76 import CODE, main_76, run
 
 
 class TestFlags(unittest.TestCase):
+    def test_one_that_would_do_nothing_is_refused(self):
+        for flags, words in {
+            "--max-size 4096": "--max-size: not used by this lesson without another program",
+            "--bench --seed 3": "--seed: not used by --bench",
+            "--trace --max-size 64": "--max-size: not used by --trace",
+            "--cluster --seed 1": "--seed: not used by --cluster",
+            "--drill kill --seed 0": "--seed: not used by --drill",
+            "--explain --transport queues": "--transport goes with --cost",
+        }.items():
+            with self.subTest(flags):
+                code, text = run(*flags.split())
+                self.assertEqual(code, 2)
+                self.assertIn(words, text)
+
     def test_flags_that_do_not_go_together_are_refused(self):
         for argv, words in (
             (("--trace", "--cost"), "one at a time: --trace, --cost"),

@@ -9,6 +9,8 @@ import demo  # 76: flags, tables, verdict
 import torch
 from comm import TorchComm  # 76: the interface to torch.distributed, and to our own collectives
 from mesh_comm import MeshComm  # 76: the same over a mesh
+from endings import say_why  # 76: a line in the place of a traceback
+from given_flags import allow_only  # 76: a flag that would do nothing is refused
 from ddp import DistributedDataParallel  # 77: buckets, hooks, one all-reduce a bucket
 from ddp_bench import bench  # 77: against torch's own, for --bench
 from ddp_deeper import deeper  # 77: uneven data, bf16, NaN, experiments, for --deeper
@@ -194,15 +196,24 @@ def main() -> int:
         parser.error("--bench, --trace and --deeper are programs of their own: one at a time")
     if args.size and not args.bench:
         parser.error("--size goes with --bench")
+    if (args.trace or args.deeper) and args.backend != "gloo":
+        parser.error("--trace and --deeper run on CPU ranks: leave --backend nccl out")
     if args.bench and args.size:
         from ddp_gpu_bench import bench as gpu_bench  # 77: GPT-2 on GPUs, against torch's own
 
-        return gpu_bench(args)
-    if (args.trace or args.deeper) and args.backend != "gloo":
-        parser.error("--trace and --deeper run on CPU ranks: leave --backend nccl out")
-    for chosen, other in ((args.bench, bench), (args.trace, trace), (args.deeper, deeper)):
-        if chosen:
-            return other(args)
+        mode, program, used = "--bench --size", gpu_bench, "bench size batch bucket_mb"
+    elif args.bench:
+        mode, program, used = "--bench without --size", bench, "bench"
+    elif args.trace or args.deeper:
+        mode, program, used = ("--trace", trace, "trace") if args.trace else ("--deeper", deeper, "deeper")
+    else:
+        mode, program, used = "this lesson without --bench", tell, "steps collectives seed"
+    allow_only(parser, mode, f"world_size backend out {used}")
+    return say_why(lambda: program(args))
+
+
+def tell(args) -> int:
+    """Tell the story, a claim after the other; return the exit code."""
     claims = demo.Claims()
     device = "cuda" if (args.backend, args.collectives) == ("nccl", "torch") else "cpu"  # ours work on CPU tensors
     logs = run_ranks(train, args.world_size, args.steps, args.collectives, args.seed, backend=args.backend)

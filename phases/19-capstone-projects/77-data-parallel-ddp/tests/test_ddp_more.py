@@ -251,6 +251,30 @@ class TestTrace(unittest.TestCase):
                 run_main(flag, "--backend", "nccl")
 
 
+class TestFlags(unittest.TestCase):
+    def test_one_that_would_do_nothing_is_refused(self):
+        for flags, words in {
+            "--bucket-mb 5": "--bucket-mb: not used by this lesson without --bench",
+            "--bench --steps 3": "--steps: not used by --bench without --size",
+            "--bench --batch 4": "--batch: not used by --bench without --size",
+            "--bench --size tiny --seed 3": "--seed: not used by --bench --size",
+            "--trace --collectives ours": "--collectives: not used by --trace",
+            "--deeper --steps 5 --seed 0": "--seed, --steps: not used by --deeper",
+            "--size tiny": "--size goes with --bench",
+        }.items():
+            with self.subTest(flags), contextlib.redirect_stderr(io.StringIO()) as said:
+                with mock.patch.object(sys, "argv", ["main.py", *flags.split()]), self.assertRaises(SystemExit) as end:
+                    main_77.main()
+                self.assertEqual(end.exception.code, 2)
+                self.assertIn(words, said.getvalue())
+
+    @unittest.skipIf(torch.cuda.is_available(), "there are GPUs")
+    def test_without_gpus_nccl_is_refused_in_a_line(self):
+        code, text = run_main("--backend", "nccl")
+        self.assertEqual((code, text.count("\n")), (1, 1), text)
+        self.assertTrue(text.startswith("stopped: "), text)
+
+
 class TestMissingGradients(unittest.TestCase):
     def verdicts(self, world_size, name):
         true = ways.true_means(world_size)

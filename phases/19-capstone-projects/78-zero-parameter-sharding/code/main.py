@@ -9,6 +9,8 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import demo  # 76: flags, tables, verdict
 import torch
 from comm import TorchComm  # 76: the interface to torch.distributed
+from endings import say_why  # 76: a line in the place of a traceback
+from given_flags import allow_only  # 76: a flag that would do nothing is refused
 from flat import (  # 77: flat buffers whose views are the parameters
     flat_param_numel,
     gather_flat_grads,
@@ -222,22 +224,34 @@ def main() -> int:
     parser.add_argument("--stages", action="store_true", help="with --bench: stages 2 and 3 beside FSDP2")
     parser.add_argument("--memory", action="store_true", help="bytes of DDP and of stages 1 to 3, and their peaks")
     args = demo.parse(parser, lesson=78)
+    if args.bench and args.memory:
+        parser.error("--bench and --memory are programs of their own: one at a time")
+    if (args.memory or (args.stages and not args.size)) and args.backend != "gloo":
+        parser.error("--memory, and --stages without --size, run on CPU ranks: leave --backend nccl out")
     if args.memory:
-        from memory_demo import report  # 78: predicted and measured
+        from memory_demo import report as program  # 78: predicted and measured
 
-        return report(args)
-    if args.bench and args.size:
-        from zero_gpu_bench import bench  # 78: GPT-2 on GPUs, against torch's own
+        mode, used = "--memory", "memory"
+    elif args.bench and args.size:
+        from zero_gpu_bench import bench as program  # 78: GPT-2 on GPUs, against torch's own
 
-        return bench(args)
-    if args.bench and args.stages:
-        from zero_stages_bench import bench  # 78: 10M parameters, against FSDP2
+        mode, used = "--bench --size", "bench size batch bucket_mb stages"
+    elif args.bench and args.stages:
+        from zero_stages_bench import bench as program  # 78: 10M parameters, against FSDP2
 
-        return bench(args)
-    if args.bench:
-        from zero_bench import bench  # 78: 10M parameters, against torch's own
+        mode, used = "--bench --stages without --size", "bench stages"
+    elif args.bench:
+        from zero_bench import bench as program  # 78: 10M parameters, against torch's own
 
-        return bench(args)
+        mode, used = "--bench without --size", "bench"
+    else:
+        mode, program, used = "this lesson without --bench", tell, "steps stage seed"
+    allow_only(parser, mode, f"world_size backend out {used}")
+    return say_why(lambda: program(args))
+
+
+def tell(args) -> int:
+    """Tell the story, a claim after the other; return the exit code."""
     device = "cuda" if args.backend == "nccl" else "cpu"
     claims = demo.Claims()
     logs = run_ranks(train, args.world_size, args.steps, args.seed, args.stage, backend=args.backend)

@@ -300,6 +300,26 @@ class TestBench(unittest.TestCase):
             self.assertIn(f"\n{name} ", run.stdout)
 
 
+class TestFlags(unittest.TestCase):
+    def test_one_that_would_do_nothing_is_refused(self):
+        for flags, words in {
+            "--stages": "--stages: not used by this lesson without --bench",
+            "--size tiny": "--size: not used by this lesson without --bench",
+            "--bench --stage 3": "--stage: not used by --bench without --size",
+            "--bench --stages --batch 4": "--batch: not used by --bench --stages without --size",
+            "--bench --size tiny --steps 2": "--steps: not used by --bench --size",
+            "--memory --steps 10": "--steps: not used by --memory",
+            "--memory --bench": "programs of their own: one at a time",
+            "--memory --backend nccl": "leave --backend nccl out",
+            "--bench --stages --backend nccl": "leave --backend nccl out",
+        }.items():
+            with self.subTest(flags), contextlib.redirect_stderr(io.StringIO()) as said:
+                with mock.patch.object(sys, "argv", ["main.py", *flags.split()]), self.assertRaises(SystemExit) as end:
+                    main_78.main()
+                self.assertEqual(end.exception.code, 2)
+                self.assertIn(words, said.getvalue())
+
+
 class TestGpuBench(unittest.TestCase):
     def test_it_runs_on_cpu_ranks_too(self):
         """No number means anything there: it shows that all rows are built, take steps and lose alike."""

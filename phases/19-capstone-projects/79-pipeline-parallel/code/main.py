@@ -9,8 +9,8 @@ import demo  # 76: flags, tables, the verdict
 import torch
 from chrome_trace import save_trace  # a timeline for Perfetto
 from comm import TorchComm  # 76: the one interface to gloo, NCCL and the virtual cluster
-from given_flags import allow_only  # a flag that would do nothing is refused
-from endings import say_why  # a line in the place of a traceback
+from given_flags import allow_only  # 76: a flag that would do nothing is refused
+from endings import say_why  # 76: a line in the place of a traceback
 from gantt import render_gantt, render_timeline, save_gantt, save_memory  # a timeline as a picture
 from instructions import ScheduleError  # names the instruction that is wrong
 from lone_messages import add_lone_messages, pass_messages  # what deadlocks

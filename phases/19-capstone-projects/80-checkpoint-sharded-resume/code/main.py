@@ -23,8 +23,8 @@ from comm import TorchComm  # 76: what a rank sees of the others
 from crash_drill import SAVES, die_at, operations, rehearse  # dying at every operation
 from damage import CODE_RAN, WRONG_CHECKPOINTS, flip_a_bit  # ways to be wrong
 from demo_state import make_demo_state, tensor_bytes  # what is saved here
-from endings import say_why  # 79: a line in the place of a traceback
-from given_flags import allow_only  # 79: a flag that would do nothing is refused
+from endings import say_why  # 76: a line in the place of a traceback
+from given_flags import allow_only  # 76: a flag that would do nothing is refused
 from manifest import MANIFEST, CheckpointError, ShardManifest  # the file that makes N shards a checkpoint
 from ranks import run_ranks, under_torchrun  # 76: one process a rank
 from recheck import recheck  # the same bytes still? sha256, or a CRC

@@ -6,7 +6,7 @@ from pathlib import Path
 import demo  # 76
 import operate_demo
 from corpus import Batches, from_text, synthetic
-from given_flags import allow_only  # 79
+from given_flags import allow_only  # 76
 from job import Job
 from ranks import under_torchrun  # 76
 

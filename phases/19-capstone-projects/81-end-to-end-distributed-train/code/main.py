@@ -19,7 +19,7 @@ import wire  # 76: tensors as bytes
 from checkpoint import load_sharded  # 80: all shards of a checkpoint, verified
 from corpus import make_corpus, synthetic  # 81: what the model reads
 from e2e_options import CHECKPOINT_STEP  # 81: the run is saved after this step
-from endings import say_why  # 79: a line in the place of a traceback
+from endings import say_why  # 76: a line in the place of a traceback
 from flat import flat_param_numel  # 77: number of parameters
 from gpt import MiniGPT  # 81: the model
 from manifest import CheckpointError  # 80: what a refused checkpoint raises
