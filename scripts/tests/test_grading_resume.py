@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from grading_course import RIGHT, RINGS, WRONG, Grading
+from interrupts import HEARING
 
 
 class TestResume(Grading):
@@ -59,7 +60,7 @@ class TestInterruption(Grading):
             script = str(Path(__file__).resolve().parents[1] / "course.py")
             words = [sys.executable, script, "--root", str(self.root), "grade", "1", str(self.root / "in")]
             words += ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / name), "--jobs", "1"]
-            run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **HEARING)
             line = run.stdout.readline()
             self.assertIn("s1: 8 of 8", line)  # so that s2 is next, which would take until its deadline
             run.send_signal(number)

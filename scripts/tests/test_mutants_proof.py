@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 from fake_course import FakeCourse, mutant
+from interrupts import HEARING
 
 SCRIPT = Path(__file__).resolve().parents[1] / "course.py"
 FILE = f"{FakeCourse.WHEELS}/mutants.json"
@@ -47,7 +48,7 @@ class Commands(FakeCourse):
         environment = {**os.environ, "TMPDIR": str(self.temporary)}
         command = [sys.executable, str(SCRIPT), "--root", str(self.root), *arguments]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=environment, **pipes)
+        return subprocess.Popen(command, env=environment, **pipes, **HEARING)
 
     def course(self, *arguments: str) -> tuple[int, str, str]:
         process = self.start(*arguments)

@@ -10,6 +10,7 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from interrupts import HEARING
 from quiz_case import QuizCase
 
 from quizzes.layout import WIDTH, question_text
@@ -146,7 +147,7 @@ class TestInterrupt(QuizCase):
         letters = self.letters("0")
         command = [sys.executable, "-u", str(COURSE), "--root", str(self.root), "quiz", "1", "--answers", str(sheet)]
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **HEARING) as process:
             deadline = threading.Timer(120, process.kill)
             deadline.start()
             process.stdin.write(f"{letters['w0']}\n{letters['w1']}\n")

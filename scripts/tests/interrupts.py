@@ -1,0 +1,7 @@
+"""Children that hear Ctrl-C, also where these tests run in a shell's background: there it is ignored, and inherited so."""
+
+import os
+import signal
+from functools import partial
+
+HEARING = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
