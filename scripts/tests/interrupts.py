@@ -1,4 +1,4 @@
-"""Children that hear Ctrl-C, also where these tests run in a shell's background: there it is ignored, and inherited so."""
+"""Children that hear Ctrl-C, also where these tests run in a shell's background, in which it is ignored by all."""
 
 import os
 import signal
