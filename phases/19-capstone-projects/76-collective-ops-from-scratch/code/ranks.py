@@ -209,8 +209,11 @@ class _Launch:
         return _Failure(rank, f"exited with code {code} before all ranks had finished", code)
 
     def _furthest_behind(self, ranks: set[int], positions: list[flight.Position]) -> int:
-        """Find the rank that others wait for: fewest communications entered, and not inside one."""
-        return min(ranks, key=lambda rank: (positions[rank].count, positions[rank].inside, rank))
+        """Find the rank that others wait for: not inside a communication, and of those with the fewest entered.
+
+        Inside is who waits. In a pipeline ranks differ in how many they have, so the number alone says nothing.
+        """
+        return min(ranks, key=lambda rank: (positions[rank].inside, positions[rank].count, rank))
 
     def _blame(self) -> RankError:
         """Choose the cause: a rank's own failure; else, when all who failed were waiting, a rank that kept them so."""

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -430,6 +431,23 @@ class TestQueueFailures(RanksCase):
         self.assertRegex(
             str(error), "deadlock: rank (0 waited for rank 1 waited for rank 0|1 waited for rank 0 waited)"
         )
+
+
+class TestWhoIsBehind(unittest.TestCase):
+    def test_who_computes_keeps_those_who_wait(self):
+        """In a pipeline rank 1 may have entered more communications than rank 0, which waits for it."""
+        behind = partial(ranks._Launch._furthest_behind, None)
+        inside, outside = (
+            lambda count, state=state: flight.Position(count, state, "exchange") for state in (True, False)
+        )
+        for positions, expected in (
+            ([inside(9), outside(15), inside(12)], 1),
+            ([inside(5), outside(4), outside(3)], 2),
+            ([inside(6), inside(5), inside(6)], 1),
+            ([flight.Position(), inside(1), inside(1)], 0),
+        ):
+            self.assertEqual(behind({0, 1, 2}, positions), expected)
+        self.assertEqual(behind({0, 2}, [inside(9), outside(1), inside(12)]), 0)
 
 
 class TestParentsDeath(RanksCase):

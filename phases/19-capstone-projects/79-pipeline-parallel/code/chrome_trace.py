@@ -37,11 +37,11 @@ def trace_events(slots: list[Slot], process: int = 0, title: str = "pipeline", u
     return events
 
 
-def save_trace(timelines: dict[str, list[Slot]], path: Path, unit: float = 1e6) -> Path:
+def save_trace(timelines: dict[str, list[Slot]], path: Path | str, unit: float = 1e6) -> Path:
     """Save timelines {title: slots}, one process of the viewer each."""
     events = [e for i, (title, slots) in enumerate(timelines.items()) for e in trace_events(slots, i, title, unit)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return path
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return Path(path)
 
 
 def _name(kind: str, name: str, process: int, thread: int = 0) -> dict:

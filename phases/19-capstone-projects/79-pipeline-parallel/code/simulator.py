@@ -31,8 +31,8 @@ def timeline(schedule, forward: Times = 1, backward: Times = 1, weight: Times = 
     num_stages = count_stages(orders)
     costs = {
         "F": _per_stage("forward", forward, num_stages),
-        "B": _per_stage("backward", backward, num_stages),
-        "W": _per_stage("weight", weight, num_stages),
+        "B": _per_stage("backward", backward, num_stages, zero=True),
+        "W": _per_stage("weight", weight, num_stages, zero=True),
     }
     links = _per_stage("link", link, num_stages - 1, zero=True)
     rank_of = {compute.stage: rank for rank, order in orders.items() for compute in order}
@@ -105,14 +105,16 @@ def simulate(
 ) -> Simulation:
     """Simulate a step. Times are one number or one a stage (`link`: one a border); `activation` is a stage's memory.
 
-    Where a schedule does not split backward, a B takes both gradients' time.
+    Where a schedule does not split backward, a B takes both gradients' time. A gradient may take none: a frozen stage
+    has no weight gradient, the first stage no input gradient.
     """
     orders = compute_orders(schedule)
-    num_stages, backward = count_stages(orders), input_gradient
+    num_stages = count_stages(orders)
+    backward = _per_stage("input_gradient", input_gradient, num_stages, zero=True)
+    weight = _per_stage("weight_gradient", weight_gradient, num_stages, zero=True)
     if not is_split(orders):
-        both = (_per_stage("backward", times, num_stages) for times in (input_gradient, weight_gradient))
-        backward = [a + b for a, b in zip(*both, strict=True)]
-    slots = timeline(orders, forward, backward, weight_gradient, link)
+        backward = [a + b for a, b in zip(backward, weight, strict=True)]
+    slots = timeline(orders, forward, backward, weight, link)
     return summarise(slots, _per_stage("activation", activation, num_stages, zero=True))
 
 

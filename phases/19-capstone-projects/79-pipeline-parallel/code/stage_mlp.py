@@ -49,7 +49,12 @@ def _layer(index: int, sizes, seed: int) -> nn.Linear:
 
 
 def stage_bounds(stage: int, num_stages: int, sizes: tuple[int, ...] = SIZES) -> tuple[int, int]:
-    """Return (first, one past the last) of the layers of a stage; stages differ by at most one layer."""
+    """Return (first, one past the last) of the layers of a stage; stages differ by at most one layer.
+
+    Raises ValueError if there is no such stage.
+    """
+    if not 0 <= stage < num_stages:
+        raise ValueError(f"stage must be in [0, {num_stages}), got {stage}")
     return equal_bounds(len(sizes) - 1, num_stages)[stage]
 
 

@@ -59,9 +59,11 @@ class TestBubble(unittest.TestCase):
                 with self.assertRaisesRegex(ValueError, "whole number of at least 1"):
                     function(*sizes)
         schedule = make_orders("gpipe", 2, 3)
-        for cost in (0, -1, True, float("nan")):
-            with self.assertRaisesRegex(ValueError, "must cost more than 0"):
+        for cost in (-1, True, float("nan")):
+            with self.assertRaisesRegex(ValueError, "must cost at least 0"):
                 measure_bubble(schedule, backward=cost)
+        with self.assertRaisesRegex(ValueError, "must cost more than 0"):
+            measure_bubble(schedule, forward=0)
         for sizes, message in (((3, 3), "num_stages is 3, but the schedule has 2"), ((2, 2), "num_microbatches is 2")):
             with self.assertRaisesRegex(ValueError, message):
                 measure_bubble(schedule, *sizes)
@@ -224,6 +226,14 @@ class TestSimulation(unittest.TestCase):
         self.assertAlmostEqual(summarise(shifted).bubble, bubble_fraction(2, 3))
         self.assertEqual(summarise(shifted).step, 12)
 
+    def test_gradients_that_take_no_time(self):
+        """A frozen stage has no weight gradient, the first stage no input gradient: steps by hand, M = 1, N = 2."""
+        for name, step in (("gpipe", 5), ("1f1b", 5), ("zb-h1", 4)):  # F0 F1 B1 and W1, W0; W1 beside W0
+            orders = make_orders(name, 2, 1)
+            self.assertEqual(simulate(orders, 1, [0, 1], 1).step, step)
+            self.assertEqual(simulate(orders, 1, 1, [0, 0]).step, 4)
+            self.assertEqual(simulate(orders, 1, 0, 0).step, 2)
+
     def test_bad_times_are_refused(self):
         orders = make_orders("zb-h1", 3, 2)
         for options, message in (
@@ -233,8 +243,9 @@ class TestSimulation(unittest.TestCase):
             ({"link": float("nan")}, "link must cost"),
             ({"link": "2"}, "link must cost at least 0, got '2'"),
             ({"forward": None}, "forward must cost more than 0, got None"),
-            ({"weight_gradient": 0}, "weight must cost more than 0, got 0"),
-            ({"input_gradient": float("inf")}, "backward must cost"),
+            ({"forward": 0}, "forward must cost more than 0, got 0"),
+            ({"weight_gradient": -1}, "weight_gradient must cost at least 0, got -1"),
+            ({"input_gradient": float("inf")}, "input_gradient must cost"),
             ({"activation": [1, -2, 3]}, "activation must cost at least 0"),
         ):
             with self.assertRaisesRegex(ValueError, message):
