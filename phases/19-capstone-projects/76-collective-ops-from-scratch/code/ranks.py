@@ -208,7 +208,8 @@ class _Launch:
             return _Failure(rank, f"was killed by {name}", code, victim=by_watchdog)
         return _Failure(rank, f"exited with code {code} before all ranks had finished", code)
 
-    def _furthest_behind(self, ranks: set[int], positions: list[flight.Position]) -> int:
+    @staticmethod
+    def _furthest_behind(ranks: set[int], positions: list[flight.Position]) -> int:
         """Find the rank that others wait for: not inside a communication, and of those with the fewest entered.
 
         Inside is who waits. In a pipeline ranks differ in how many they have, so the number alone says nothing.

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import unittest
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -436,7 +435,7 @@ class TestQueueFailures(RanksCase):
 class TestWhoIsBehind(unittest.TestCase):
     def test_who_computes_keeps_those_who_wait(self):
         """In a pipeline rank 1 may have entered more communications than rank 0, which waits for it."""
-        behind = partial(ranks._Launch._furthest_behind, None)
+        behind = ranks._Launch._furthest_behind
         inside, outside = (
             lambda count, state=state: flight.Position(count, state, "exchange") for state in (True, False)
         )
