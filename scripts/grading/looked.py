@@ -71,7 +71,7 @@ def notes(report: dict[str, Any]) -> list[str]:
     ]
     if not files["looked_at"] and not files["unclear"] and report["submission"] is not None:
         rest, problems = files["ignored"] + files["given"], report["problems"]
-        found += [f"nothing of it was looked at: {_list(rest)}"] if rest else []
+        found += [f"none of its files has a name asked for: {_list(rest)}"] if rest else []
         found += [f"nothing of it could be read: {_list(problems)}"] if problems and not rest else []
         found += [] if rest or problems else ["no file was handed in"]
     return found

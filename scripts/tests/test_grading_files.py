@@ -64,7 +64,7 @@ class TestNames(Files):
         (self.root / "in/s2").mkdir()
         self.put("in/s3.zip", "no zip")
         self.grade_all()
-        self.assertIn("files: s1: nothing of it was looked at: s1/rings.ipynb, s1/test_wheel.py\n", self.out)
+        self.assertIn("files: s1: none of its files has a name asked for: s1/rings.ipynb, s1/test_wheel.py\n", self.out)
         self.assertIn("files: s2: no file was handed in\n", self.out)
         self.assertIn("files: s3: nothing of it could be read: s3.zip: a zip that cannot be read: ", self.out)
         self.assertNotIn("files: s4", self.out)
