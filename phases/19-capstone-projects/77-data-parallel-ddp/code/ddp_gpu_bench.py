@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from comm import Comm
 from ddp import DistributedDataParallel
-from gpt2_bench import LR, Contender, compare, gpt
+from gpt2_bench import LR, Contender, check_peak, compare, gpt
 
 OURS, DEFAULT, TUNED = "ours", "torch DDP, default", "torch DDP, tuned"
 BF16 = "bf16 / bf16 / bf16 / bf16 moments"
@@ -40,6 +40,5 @@ def bench(args) -> int:
     }
     claims, peaks = compare(args, contenders, {(OURS, DEFAULT): 1.0, (OURS, TUNED): None})
     if args.backend == "nccl":
-        detail = f"{peaks[OURS] / 2**20:,.0f} MiB, theirs {peaks[TUNED] / 2**20:,.0f} and {peaks[DEFAULT] / 2**20:,.0f}"
-        claims.check("row 'ours' needs at most 0.5% more memory", peaks[OURS] <= 1.005 * peaks[DEFAULT], detail)
+        check_peak(claims, OURS, DEFAULT, peaks)
     return claims.verdict("DDP beside torch's own on GPT-2")

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import demo
 import gpu_timeline
@@ -37,6 +38,23 @@ class Contender:
     build: Callable[[str, Comm], tuple]
     dtypes: str
     trains: bool = True
+
+
+class Peak(NamedTuple):
+    """Bytes at the peak of a step: what was asked for, and what the caching allocator set aside for it.
+
+    It may hand out a free block that is up to 1 MiB larger than what was asked for, so the second number depends on
+    what was freed before: up to 1% from the first, more or less at random. The first is the program's own.
+    """
+
+    requested: int
+    allocated: int
+
+
+def peak_of_gpu() -> tuple[int, int]:
+    """Return (requested, allocated) bytes since the last reset."""
+    stats = torch.cuda.memory_stats()
+    return stats["requested_bytes.all.peak"], stats["allocated_bytes.all.peak"]
 
 
 def gpt(size: str, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -72,9 +90,9 @@ def build(contender: Contender, comm: Comm, size: str, batch: int) -> Callable[[
 
 
 def alone(contender: Contender, comm: Comm, *settings) -> dict:
-    """Return a contender's losses (mean over ranks), the peak of its memory in bytes, and what its GPU did when.
+    """Return a contender's losses (mean over ranks), the peak of its memory, and what its GPU did when.
 
-    Without a GPU the peak is 0, and there is no timeline.
+    Without a GPU the peak is 0 bytes, and there is no timeline.
     """
     step = build(contender, comm, *settings)
     own, gpu = [step() for _ in range(CHECKED_STEPS - 1)], comm.device.type == "cuda"
@@ -82,7 +100,7 @@ def alone(contender: Contender, comm: Comm, *settings) -> dict:
         torch.cuda.reset_peak_memory_stats()
     own = torch.stack([*own, step()]).double()
     comm.all_reduce(own, op="avg")
-    peak = max(comm.agree(torch.cuda.max_memory_allocated() if gpu else 0))
+    peak = Peak(*map(max, zip(*comm.agree(peak_of_gpu() if gpu else (0, 0)), strict=True)))
     return {"losses": own.tolist(), "peak": peak, "timeline": gpu_timeline.record(step, comm) if gpu else None}
 
 
@@ -111,7 +129,7 @@ def measure(rank: int, world_size: int, contenders: dict[str, Contender], pairs:
 
 
 def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str], float | None]) -> tuple:
-    """Run on `args.world_size` ranks and print all rows; return (the claims so far, {name: peak bytes}).
+    """Run on `args.world_size` ranks and print all rows; return (the claims so far, {name: Peak}).
 
     `targets`: {(ours, theirs): how many times as fast ours must be, None for a row without a target}. One is missed
     only if the whole interval is below it. On CPU ranks there are rows, but no targets: that only shows that the
@@ -122,12 +140,7 @@ def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str
     if args.backend == "nccl":
         demo.head(found["where"].partition(", torch")[0], torch.__version__)
     title = f"GPT-2 {args.size}, {args.batch} x {SIZES[args.size]['seq']} tokens a rank, {found['where']}"
-    columns = ["", "parameters / gradients / sent / state", "peak MiB", "first loss", f"loss of step {CHECKED_STEPS}"]
-    rows = [
-        [name, contenders[name].dtypes, round(each["peak"] / 2**20), *(f"{each['losses'][i]:.3f}" for i in (0, -1))]
-        for name, each in found["alone"].items()
-    ]
-    demo.table(columns, rows, title)
+    show_alone(contenders, found["alone"], title)
     timelines = {name: each["timeline"] for name, each in found["alone"].items() if each["timeline"]}
     if timelines:
         gpu_timeline.report(timelines, demo.out_dir(args) / f"gpu_timeline_{args.size}_{args.batch}.png", title)
@@ -147,6 +160,29 @@ def compare(args, contenders: dict[str, Contender], targets: dict[tuple[str, str
             claim = f"target: row {mine!r} at least {target} times as fast as row {theirs!r}"
             claims.check(claim, *row.against(target))
     return claims, {name: each["peak"] for name, each in found["alone"].items()}
+
+
+def show_alone(contenders: dict[str, Contender], alone: dict[str, dict], title: str) -> None:
+    """Print what each contender holds, and two of its losses."""
+    rows = [
+        [
+            name,
+            contenders[name].dtypes,
+            *(f"{size / 2**20:,.1f}" for size in each["peak"]),
+            *(f"{each['losses'][i]:.3f}" for i in (0, -1)),
+        ]
+        for name, each in alone.items()
+    ]
+    columns = ["", "parameters / gradients / sent / state", "peak MiB asked for", "set aside"]
+    demo.table([*columns, "first loss", f"loss of step {CHECKED_STEPS}"], rows, title)
+
+
+def check_peak(claims: demo.Claims, mine: str, theirs: str, peaks: dict[str, Peak]) -> None:
+    """Compare peaks of memory. The 0.01% is for small tensors of ours, such as a flag a parameter."""
+    for what, share in (("asks", 1e-4), ("is given", 5e-3)):
+        own, other = (peaks[name][what == "is given"] for name in (mine, theirs))
+        claim = f"row {mine!r} {what} at most {share:.2%} more memory than {theirs}"
+        claims.check(claim, own <= (1 + share) * other, f"{own / 2**20:,.1f} MiB, theirs {other / 2**20:,.1f}")
 
 
 def check_losses(claims: demo.Claims, losses: dict[str, list[float]]) -> None:

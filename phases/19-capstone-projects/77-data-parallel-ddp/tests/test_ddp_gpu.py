@@ -68,6 +68,31 @@ class TestGpt2Bench(unittest.TestCase):
                 gpt2_bench.check_losses(claims, {"ours": [4.0, 3.0], "theirs": losses})
             self.assertEqual(out.getvalue().count("FAIL"), failed)
 
+    def test_more_memory_is_noticed(self):
+        """(asked for, set aside): the little that the allocator rounds up is forgiven, what was asked for is not."""
+        for own, failed in (
+            ((100_000, 100_400), 0),
+            ((100_020, 100_400), 1),
+            ((99_000, 100_600), 1),
+            ((101_000, 101_000), 2),
+        ):
+            claims, peaks = (
+                gpt2_bench.demo.Claims(),
+                {"a": gpt2_bench.Peak(*own), "b": gpt2_bench.Peak(100_000, 100_000)},
+            )
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                gpt2_bench.check_peak(claims, "a", "b", peaks)
+            self.assertEqual(out.getvalue().count("FAIL"), failed, own)
+
+    @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU whose memory could be asked")
+    def test_a_peak_is_read_off_a_gpu(self):
+        torch.cuda.reset_peak_memory_stats()
+        before = gpt2_bench.peak_of_gpu()
+        torch.empty(10_000_001, dtype=torch.uint8, device="cuda")
+        asked, given = (after - was for after, was in zip(gpt2_bench.peak_of_gpu(), before, strict=True))
+        self.assertEqual(asked, 10_000_001)
+        self.assertGreaterEqual(given, asked)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -11,7 +11,7 @@ import demo  # 76
 import torch
 import zero_gpu_bench  # 78
 from comm import Comm
-from gpt2_bench import CHECKED_STEPS, PAIRS, REPEATS, SIZES, Contender, check_losses, gpt, measure  # 77: the harness
+from gpt2_bench import PAIRS, REPEATS, SIZES, Contender, check_losses, gpt, measure, show_alone  # 77: the harness
 from ranks import run_ranks  # 76
 
 DDP, ZERO = "ours, DDP", "ours, ZeRO-1"
@@ -97,7 +97,7 @@ def bench(args) -> int:
     found = run_ranks(measure, args.world_size, rows, list(targets), args.size, args.batch, backend=args.backend)[0]
     card = found["where"].partition(", torch")[0]  # as the ranks have seen it
     demo.head(card, torch.__version__)
-    show_rows(rows, found["alone"])
+    show_alone(rows, found["alone"], "each alone")
     show_pairs(found["rows"], args, card)
     demo.say()
     claims = demo.Claims()
@@ -106,16 +106,6 @@ def bench(args) -> int:
         claim = f"target: row {mine!r} at least {target} times as fast as row {theirs!r}"
         claims.check(claim, *found["rows"][mine, theirs][1].against(target))
     return claims.verdict("tokens/s of GPT-2 beside torch's own")
-
-
-def show_rows(rows: dict[str, Contender], alone: dict[str, dict]) -> None:
-    """Print what each contender holds, and two of its losses."""
-    table = [
-        [name, rows[name].dtypes, round(each["peak"] / 2**20), *(f"{each['losses'][i]:.3f}" for i in (0, -1))]
-        for name, each in alone.items()
-    ]
-    columns = ["", "parameters / gradients / sent / state", "peak MiB", "first loss", f"loss of step {CHECKED_STEPS}"]
-    demo.table(columns, table, "each alone")
 
 
 def show_pairs(pairs: dict[tuple[str, str], list], args, card: str) -> None:
