@@ -5,7 +5,7 @@ from check_docs import check_head, check_links, check_map, check_sections
 from check_exercises import check_exercises
 from check_modules import check_machine_paths, check_module_names, check_sources
 from check_names import check_names
-from check_quiz import check_answers, check_quiz
+from check_quiz import check_answers, check_order, check_quiz
 from check_quotes import check_quotes, check_texts
 from check_records import check_records
 from check_shape import check_folders, check_public_names, check_search_paths, check_shape, check_top_level
@@ -40,6 +40,7 @@ def check_lesson(course: Course, lesson: Lesson, index: CodeIndex) -> list[Fault
         *check_names(lesson, index),
         *check_quotes(course, lesson, index),
         *check_quiz(lesson),
+        *check_order(lesson),
         *check_exercises(lesson, index),
         *check_section(lesson),
         *check_mutants(lesson),

@@ -133,8 +133,21 @@ def _whole_quiz_faults(path: str, located: Located, questions: list) -> list[Fau
     return faults
 
 
-def _sound_questions(lesson: Lesson) -> list[tuple[int, dict]]:
-    """(line, question) of the questions without a fault; the others are reported by check_quiz."""
+def check_order(lesson: Lesson) -> list[Fault]:
+    """The file's order is the one in which the questions are shown and numbered: stage after stage."""
+    faults = []
+    latest = 0
+    for line, question in _sound_questions(lesson, "stage"):
+        stage = STAGES.index(question["stage"])
+        if stage < latest:
+            message = f"question {question['id']!r} of stage {question['stage']!r} stands behind {STAGES[latest]!r}"
+            faults.append(Fault(lesson.rel("quiz.json"), line, f"{message}; {', then '.join(STAGES)} is expected"))
+        latest = max(latest, stage)
+    return faults
+
+
+def _sound_questions(lesson: Lesson, key: str = "correct") -> list[tuple[int, dict]]:
+    """(line of a key, question) of the questions without a fault; the others are reported by check_quiz."""
     try:
         located = Located(read_text(lesson.folder / "quiz.json") or "{}")
     except json.JSONDecodeError:
@@ -142,7 +155,7 @@ def _sound_questions(lesson: Lesson) -> list[tuple[int, dict]]:
     questions = located.value.get("questions") if isinstance(located.value, dict) else None
     if not isinstance(questions, list):
         return []
-    return [(located.line("questions", i, "correct"), q) for i, q in enumerate(questions) if not question_faults(q)]
+    return [(located.line("questions", i, key), q) for i, q in enumerate(questions) if not question_faults(q)]
 
 
 def position_band(count: int) -> tuple[int, int]:

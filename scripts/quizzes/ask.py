@@ -13,7 +13,6 @@ PROMPT = "    Your answer (A to D; Enter leaves it blank): "
 
 def take(sheet: Sheet, stages: tuple[str, ...], source: TextIO, out: TextIO, keep: Callable[[Sheet], None]) -> bool:
     """Ask what the sheet has no answer for, and call `keep` after each answer. False if the input ended, or Ctrl-C."""
-    number = 0
     for question in sheet.quiz.of(stages):
         sheet.answers.setdefault(question.id, None)
     keep(sheet)
@@ -22,7 +21,7 @@ def take(sheet: Sheet, stages: tuple[str, ...], source: TextIO, out: TextIO, kee
             questions = sheet.quiz.of((stage,))
             print(f"\n{stage_title(stage, len(questions))}", file=out)
             for question in questions:
-                number += 1
+                number = sheet.quiz.numbers[question.id]
                 print(f"\n{question_text(number, question, sheet.seed)}\n", file=out)
                 if sheet.answers.get(question.id) is None:
                     sheet.answers[question.id] = ask(question, sheet.seed, source, out)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Quiz:
-    """One lesson's quiz."""
+    """One lesson's quiz, its questions in the order of `in_order`: forms, tables and exports all take it from here."""
 
     lesson: str
     title: str
@@ -71,7 +72,7 @@ class Quiz:
 
     @cached_property
     def sha256(self) -> str:
-        """What a student saw, hashed: ids, stages, questions, options in the quiz's order.
+        """What a student saw, hashed: ids, stages, questions in their order, options in the quiz's order.
 
         Which option is right, explanations and feedback are not in it: a key that was corrected grades the same sheets.
         """
@@ -83,9 +84,14 @@ class Quiz:
         """The questions by their ids."""
         return {question.id: question for question in self.questions}
 
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Each question's number, from 1: wherever one is shown, and whatever part of the quiz is."""
+        return {question.id: number for number, question in enumerate(self.questions, 1)}
+
     def of(self, stages: tuple[str, ...]) -> list[Question]:
-        """The questions of these stages, stage after stage."""
-        return [question for stage in stages for question in self.questions if question.stage == stage]
+        """The questions of these stages, in the quiz's order."""
+        return [question for question in self.questions if question.stage in stages]
 
 
 class Bank:
@@ -106,7 +112,9 @@ class Bank:
             if faults:
                 raise UserError(f"{faults[0]} (the quiz cannot be used; course check lists all faults)")
             found = json.loads(text)
-            self._loaded[lesson.id] = Quiz(found["lesson"], found["title"], tuple(map(_question, found["questions"])))
+            self._loaded[lesson.id] = Quiz(
+                found["lesson"], found["title"], in_order(map(_question, found["questions"]))
+            )
         return self._loaded[lesson.id]
 
     def sound(self) -> list[Quiz]:
@@ -118,6 +126,11 @@ class Bank:
             except UserError:
                 continue  # `course check` reports it; whoever needs this one calls quiz()
         return quizzes
+
+
+def in_order(questions: Iterable[Question]) -> tuple[Question, ...]:
+    """The order in which people meet the questions: by stage, and within a stage as they stand in the file."""
+    return tuple(sorted(questions, key=lambda question: STAGES.index(question.stage)))
 
 
 def stages_of(stage: str | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from csvfile import csv_text
 from faults import UserError
 from inputs import make_folder, write_output
 from quizzes.bank import STAGES, Quiz
-from quizzes.layout import question_text, stage_title, wrapped
+from quizzes.layout import form_text, stage_title, wrapped
 from quizzes.sheet import Sheet
 from roster import Roster, Student
 
@@ -35,13 +35,11 @@ def blank_sheet(quiz: Quiz, seed: str, student: Student) -> Sheet:
 def printed(sheet: Sheet) -> str:
     """The form as plain text."""
     lines = [f"{sheet.quiz.lesson}: {sheet.quiz.title}", f"Student: {sheet.name} ({sheet.student})", "", wrapped(HOW)]
-    number = 0
     for stage in STAGES:
         questions = sheet.quiz.of((stage,))
         lines += ["", stage_title(stage, len(questions))]
         for question in questions:
-            number += 1
-            lines += ["", question_text(number, question, sheet.seed, box="[ ] ")]
+            lines += ["", form_text(sheet.quiz.numbers[question.id], question, sheet.seed)]
     return "\n".join([*lines, "", f"Seed {sheet.seed}, quiz {sheet.quiz.sha256[:12]}", ""])
 
 
@@ -72,8 +70,11 @@ def write_forms(quiz: Quiz, roster: Roster, seed: str, folder: Path) -> None:
 
 
 def key_csv(quiz: Quiz, sheets: list[Sheet]) -> str:
-    """The right letters on each student's form. Its first column is no heading of answers: nobody grades the key."""
-    columns = ["key for", "name", "seed", *(question.id for question in quiz.questions)]
+    """The right letters on each student's form, under the form's numbers and the ids: `9 untagged`.
+
+    Its first column is no heading of answers: nobody grades the key.
+    """
+    columns = ["key for", "name", "seed", *(f"{number} {name}" for name, number in quiz.numbers.items())]
     rows = []
     for sheet in sheets:
         letters = [question.letter(question.correct, sheet.seed) for question in quiz.questions]
@@ -82,7 +83,7 @@ def key_csv(quiz: Quiz, sheets: list[Sheet]) -> str:
 
 
 def answers_csv(quiz: Quiz, sheets: list[Sheet]) -> str:
-    """A table into which letters from paper are typed; `grade-quiz` reads it."""
+    """A table into which letters from paper are typed, in the form's order; `grade-quiz` reads it."""
     columns = ["student", "name", "lesson", "quiz", "seed", *(question.id for question in quiz.questions)]
     blank = [""] * len(quiz.questions)
     return csv_text(

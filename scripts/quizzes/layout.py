@@ -24,12 +24,25 @@ def wrapped(text: str, first: str = "", rest: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def question_text(number: int, question: Question, seed: str | None, box: str = "") -> str:
-    """A question with its options, in the order of `seed`; `box` stands before each letter."""
-    lines = [wrapped(question.text, f"{number}. ".rjust(4))]
+def question_text(number: int, question: Question, seed: str | None) -> str:
+    """A question with its options, in the order of `seed`."""
+    return "\n".join([_asked(number, question), *_options(question, seed, "")])
+
+
+def form_text(number: int, question: Question, seed: str | None) -> str:
+    """The same with a box to mark before each letter, and the id, which sheets and tables call the question by."""
+    return "\n".join([_asked(number, question), f"    ({question.id})", *_options(question, seed, "[ ] ")])
+
+
+def _asked(number: int, question: Question) -> str:
+    return wrapped(question.text, f"{number}. ".rjust(4))
+
+
+def _options(question: Question, seed: str | None, box: str) -> list[str]:
+    lines = []
     for letter, place in zip(LETTERS, question.order(seed), strict=True):
         lines.append(wrapped(question.options[place], f"    {box}{letter}  "))
-    return "\n".join(lines)
+    return lines
 
 
 def stage_title(stage: str, count: int) -> str:

@@ -9,7 +9,7 @@ from testrun import table
 
 GRADE_COLUMNS = ("student", "name", "lesson", "points", "of", "percent", "answered", "status", "file")
 ITEM_COLUMNS = (
-    *("lesson", "question", "stage", "students", "right", "share", "blank", "discrimination"),
+    *("lesson", "number", "question", "stage", "students", "right", "share", "blank", "discrimination"),
     *("wrong_most", "wrong_most_count", "wrong_most_text"),
 )
 
@@ -46,7 +46,8 @@ def _item_rows(graded: Graded) -> list[list[str]]:
         most = item.wrong_most
         wrong = "" if most is None else f"{item.chosen[most]}x {_short(item.question.options[most])}"
         tells = "-" if item.discrimination is None else f"{item.discrimination:+.2f}"
-        rows.append([item.question.id, f"{100 * item.share:.0f} %", str(item.blank), tells, wrong])
+        number = graded.quiz.numbers[item.question.id]
+        rows.append([f"{number:2} {item.question.id}", f"{100 * item.share:.0f} %", str(item.blank), tells, wrong])
     return rows
 
 
@@ -70,9 +71,9 @@ def items_csv(graded: Graded) -> str:
     """A row a question."""
     rows = []
     for item in graded.items:
-        value = _item(item)
+        value = _item(graded, item)
         most = value["wrong_most"] or {"position": None, "count": None, "text": None}
-        head = [value[name] for name in ("question", "stage", "students", "right", "share", "blank", "discrimination")]
+        head = [value[name] for name in ITEM_COLUMNS[1:9]]
         rows.append([graded.quiz.lesson, *head, most["position"], most["count"], most["text"]])
     return csv_text(ITEM_COLUMNS, rows)
 
@@ -85,7 +86,7 @@ def as_json(graded: Graded) -> dict[str, Any]:
         "quiz": graded.quiz.sha256,
         "of": len(graded.questions),
         "grades": [_grade(grade, len(graded.questions)) for grade in graded.grades],
-        "questions": [_item(item) for item in graded.items],
+        "questions": [_item(graded, item) for item in graded.items],
         "missing": [{"student": student.id, "name": student.name} for student in graded.missing],
     }
 
@@ -104,10 +105,11 @@ def _grade(grade: Grade, of: int) -> dict[str, Any]:
     }
 
 
-def _item(item: Item) -> dict[str, Any]:
+def _item(graded: Graded, item: Item) -> dict[str, Any]:
     most = item.wrong_most
     option = None if most is None else item.question.options[most]
     return {
+        "number": graded.quiz.numbers[item.question.id],
         "question": item.question.id,
         "stage": item.question.stage,
         "students": item.students,

@@ -36,8 +36,8 @@ class TestGradeQuiz(QuizCase):
         first, *_ = read_table(self.work / "g" / "01-questions.csv").rows
         question = self.quiz.questions[0]
         wrong = (question.correct + 1) % 4
-        self.assertEqual(first.values()[1:7], ["w0", "pre", "3", "1", "0.3333", "1"])
-        self.assertEqual(first.values()[8:], [str(wrong), "1", question.options[wrong]])
+        self.assertEqual(first.values()[1:8], ["1", "w0", "pre", "3", "1", "0.3333", "1"])
+        self.assertEqual(first.values()[9:], [str(wrong), "1", question.options[wrong]])
         value = json.loads((self.work / "g" / "01-quiz.json").read_text())
         printed, _ = self.course("grade-quiz", folder, "--roster", roster, "--json")
         self.assertEqual(json.loads(printed), [value])
@@ -80,13 +80,13 @@ class TestGradeQuiz(QuizCase):
         self.assertEqual([each["points"] for each in blank["grades"]], [0, 0, 0])
         key = read_table(instructor / "key.csv")
         answers = read_table(instructor / "answers.csv")
-        self.assertEqual(key.columns[3:], answers.columns[5:])
+        self.assertEqual(key.columns[3:], [f"{n} {name}" for n, name in enumerate(answers.columns[5:], 1)])
         for path in forms.glob("*.json"):
             value = json.loads(path.read_text())
             text = path.with_suffix(".txt").read_text()
             row = next(row for row in key.rows if row.value(0) == value["student"])
             self.assertEqual((value["seed"], row.value(2)), (f"7#{value['student']}",) * 2)
-            for column, name in enumerate(key.columns[3:], 3):
+            for column, name in enumerate(answers.columns[5:], 3):
                 question = self.quiz.by_id[name]
                 line = f"    [ ] {row.value(column)}  {question.options[question.correct]}\n"
                 self.assertIn(line, text[text.index(question.text) :][:200])
