@@ -99,7 +99,7 @@ WRONG_CHECKPOINTS = [
     (
         "ranges overlap",
         edit_manifest(lambda m: m["shards"][1]["layout"][0].update(start=500)),
-        "overlap at element 501",
+        "overlap at element 500",
     ),
     ("shard gone", lambda folder: (folder / "rank1.bin").unlink(), "rank1.bin: missing"),
     ("shard cut off", lambda folder: (folder / "rank1.bin").write_bytes(b"SHARD-80"), "rank1.bin: truncated"),

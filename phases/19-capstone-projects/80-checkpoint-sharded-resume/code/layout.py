@@ -22,7 +22,11 @@ def check_layout(layout) -> None:
 
 
 def check_coverage(layouts: list[list[dict]]) -> None:
-    """Check that the ranks' ranges of each unit cover it exactly: no gap, no overlap, one total."""
+    """Check that the ranks' ranges of each unit cover it exactly: no gap, no overlap, one total.
+
+    CheckpointError names the unit, and of a gap the first element that nobody holds, of an overlap the first one that
+    two ranges hold, of two totals the rank and both.
+    """
     units: dict[str, list[tuple[int, int, int, int]]] = {}
     for rank, layout in enumerate(layouts):
         for item in layout:
@@ -33,7 +37,7 @@ def check_coverage(layouts: list[list[dict]]) -> None:
             if its_total != total:
                 raise CheckpointError(f"layout of {unit!r}: rank {rank} says total {its_total}, others {total}")
             if start != covered:
-                what = f"{'gap' if start > covered else 'overlap'} at element {covered}"
+                what = f"{'gap' if start > covered else 'overlap'} at element {min(start, covered)}"
                 raise CheckpointError(f"layout of {unit!r}: {what}: rank {rank} holds [{start}, {end})")
             covered = end
         if covered != total:

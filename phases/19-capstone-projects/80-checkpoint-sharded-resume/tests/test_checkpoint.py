@@ -219,7 +219,7 @@ class BadInput(Folder):
             ("a range of 3 elements, but flat/a has 4", [entry(end=3)]),
             (r"layout of 'flat': no rank holds elements \[4, 9\)", [entry(total=9)]),
             ("layout of 'flat': gap at element 0", [entry(start=1, end=5, total=5)]),
-            ("layout of 'flat': overlap at element 4", [entry(), entry()]),
+            ("layout of 'flat': overlap at element 0", [entry(), entry()]),
             ("layout of 'flat': rank 0 says total 8, others 4", [entry(), entry(start=4, end=8, total=8)]),
         ]:
             with self.subTest(message):
@@ -354,7 +354,7 @@ class Together(Folder):
         errors, _ = self.on_ranks(3, lambda r, comm: save_shard({}, self.folder, 10 + (r == 2), comm))
         self.assertEqual(set(errors), {"step: the ranks disagree: [10, 10, 11]"})
         errors, _ = self.on_ranks(3, lambda r, comm: save_shard(small_states(2)[r % 2], self.folder, 10, comm))
-        self.assertRegex(errors[2], "layout of 'flat': overlap at element 5")
+        self.assertRegex(errors[2], "layout of 'flat': overlap at element 0")
         self.assertEqual(len(set(errors)), 1)
         self.assertFalse(self.folder.exists())
 

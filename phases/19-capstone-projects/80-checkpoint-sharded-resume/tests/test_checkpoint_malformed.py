@@ -134,7 +134,7 @@ class Manifest(Damaged):
 
     def test_ranges(self):
         for change, message in [
-            ({"start": 4}, "overlap at element 5"),
+            ({"start": 4}, "overlap at element 4"),
             ({"start": 6}, "gap at element 5"),
             ({"end": 9}, "no rank holds elements [9, 10)"),
             ({"total": 11}, "rank 1 says total 11, others 10"),

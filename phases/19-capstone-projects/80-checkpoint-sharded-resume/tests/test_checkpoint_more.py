@@ -56,6 +56,18 @@ class Coverage(unittest.TestCase):
         with self.assertRaisesRegex(CheckpointError, "layout of 'u': gap at element 2"):
             check_coverage([layout(6, 9), layout(0, 2), layout(3, 6)])
 
+    def test_an_overlap_is_named_by_the_first_element_held_twice(self):
+        for first, *ranges in [
+            (500, (0, 501), (500, 1003)),
+            (0, (0, 4), (0, 4)),
+            (3, (0, 9), (3, 5)),  # one within the other
+            (6, (6, 9), (2, 7), (0, 2)),
+        ]:
+            total = max(end for _, end in ranges)
+            layouts = [[{"unit": "u", "start": start, "end": end, "total": total}] for start, end in ranges]
+            with self.assertRaisesRegex(CheckpointError, f"layout of 'u': overlap at element {first}\\b"):
+                check_coverage(layouts)
+
 
 class AllOrNothing(unittest.TestCase):
     def test_what_fits_is_not_copied_where_something_else_does_not(self):
