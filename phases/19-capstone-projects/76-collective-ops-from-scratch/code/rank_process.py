@@ -233,11 +233,16 @@ def gloo_interface() -> str | None:
     return loopback if one_node and loopback in names else None
 
 
-def join(worker, world_size: int, args: tuple, backend: str | None, seconds: float) -> list:
-    """Run the worker in this process, which torchrun started as one of `world_size` ranks; gather all results."""
-    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def check_started(world_size: int) -> None:
+    """Raise ValueError unless torchrun started so many processes."""
+    started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
         raise ValueError(f"world_size {world_size}, but the launcher started {started} processes")
+
+
+def join(worker, world_size: int, args: tuple, backend: str | None, seconds: float) -> list:
+    """Run the worker in this process, which torchrun started as one of `world_size` ranks; gather all results."""
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     first = not dist.is_initialized()
     if first:  # once a process: the launcher's store cannot be used for a second rendezvous

@@ -23,6 +23,7 @@ import rank_process
 import torch
 import torch.distributed as dist
 import wire
+from held_signals import HeldSignals
 from rank_process import under_torchrun
 
 GRACE = 1.0  # seconds: after a first failure, for a better-placed rank to report the cause; and for ranks to end
@@ -56,38 +57,49 @@ def check_world_size(world_size: int) -> None:
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
 
 
-def run_ranks(worker, world_size, *args, backend="gloo", timeout=None, collective_timeout=60.0) -> list:
+def run_ranks(
+    worker, world_size, *args, backend="gloo", timeout=None, collective_timeout=60.0, stop_within=None
+) -> list:
     """Run `worker(rank, world_size, *args)` in `world_size` processes; return [result of each rank].
 
     Results are copies: tensors arrive on the CPU, detached. `timeout` (seconds) is a deadline for the whole run (not
     under torchrun), `collective_timeout` the longest wait in one communication. `backend` is "gloo", "nccl", or None:
-    no process group.
+    no process group. Ctrl-C ends all ranks; with `stop_within` the first Ctrl-C or SIGTERM is passed on to them, as
+    SIGTERM, and they have so many seconds to return their results (not under torchrun, which sends signals itself).
 
     Raises ValueError for bad arguments before any process starts; RankError, naming the rank to blame, when a rank
     raises, exits, is killed or stalls. Either way no process is left, nor one that a rank started (unless that one made
     itself a session of its own).
     """
-    _check(worker, world_size, backend, timeout, collective_timeout)
+    check_launch(worker, world_size, backend, timeout, collective_timeout, stop_within)
     if under_torchrun():
         return rank_process.join(worker, world_size, args, backend, collective_timeout)
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
+    hears = [signal.SIGINT] if stop_within is None else [signal.SIGINT, signal.SIGTERM]
+    scratch = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+    with HeldSignals(*hears) as signals, scratch as folder:
         run = rank_process.Run(Path(folder), world_size, backend, collective_timeout)
-        return _Launch(run, rank_process.Call(worker, args)).results(timeout)
+        return _Launch(run, rank_process.Call(worker, args), signals).results(timeout, stop_within)
 
 
-def _check(worker, world_size, backend, timeout, collective_timeout) -> None:
+def check_launch(worker, world_size, backend="gloo", timeout=None, collective_timeout=60.0, stop_within=None) -> None:
+    """Raise the ValueError with which `run_ranks` would refuse these arguments, or this machine, before it starts."""
     if not callable(worker):
         raise ValueError(f"worker must be a function (rank, world_size, ...), got {worker!r}")
     check_world_size(world_size)
     if backend not in ("gloo", "nccl", None):
         raise ValueError(f"backend must be 'gloo', 'nccl' or None, got {backend!r}")
-    if timeout is not None:
-        check_seconds("timeout", timeout)
+    for name, seconds in {"timeout": timeout, "stop_within": stop_within}.items():
+        if seconds is not None:
+            check_seconds(name, seconds)
     check_seconds("collective_timeout", collective_timeout)
     if backend is not None:
         rank_process.gloo_interface()  # the one that is asked for must exist
+    if under_torchrun():
+        rank_process.check_started(world_size)
+        return
+    start_method(backend)
     gpus = torch.cuda.device_count() if backend == "nccl" else 0
-    if backend == "nccl" and world_size > gpus and not under_torchrun():
+    if backend == "nccl" and world_size > gpus:
         raise ValueError(f"backend 'nccl' needs a GPU for each rank: {world_size} ranks, {gpus} GPUs")
 
 
@@ -127,8 +139,8 @@ class _Failure:
 class _Launch:
     """One set of rank processes, from start to the last one's end."""
 
-    def __init__(self, run: rank_process.Run, call: rank_process.Call):
-        self.run, self.failures = run, {}
+    def __init__(self, run: rank_process.Run, call: rank_process.Call, signals: HeldSignals):
+        self.run, self.signals, self.failures = run, signals, {}
         self.processes, self.pipes, self.running = [], [], set()
         flight.create(run.board, run.world_size)
         context = get_context(start_method(run.backend))
@@ -145,10 +157,10 @@ class _Launch:
             self._end_all()
             raise
 
-    def results(self, timeout: float | None) -> list:
+    def results(self, timeout: float | None, stop_within: float | None) -> list:
         """Return each rank's result when all are there; raise RankError when one fails or time is up (None: never)."""
         try:
-            self._wait(timeout)
+            self._wait(timeout, stop_within)
             if self.failures:
                 raise self._blame()
             for pipe in self.pipes:
@@ -165,21 +177,32 @@ class _Launch:
         except Exception as error:
             raise RankError(rank, 0, f"returned what cannot be decoded here: {error!r}") from error
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None, stop_within: float | None) -> None:
         """Return when every rank has delivered its result, or when a failure's cause is known."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        unfinished, patience = set(self.running), math.inf
+        unfinished, patience, end = set(self.running), math.inf, math.inf
+        if timeout is not None:
+            end, why = time.monotonic() + timeout, f"within {timeout:g} s, the run's deadline"
         while unfinished and all(failure.victim for failure in self.failures.values()):
             now = time.monotonic()
+            if self.signals.heard and stop_within is not None:
+                end, why = min(end, now + stop_within), f"within {stop_within:g} s of {self._pass_on()}"
+                stop_within = None  # the first signal asks, the next ones are answered
+            self.signals.answer()
             if self.failures and patience == math.inf:  # only victims so far: let the rank at fault be seen
                 patience = now + GRACE
             if now >= patience:
                 return
             if now >= end and not self.failures:
                 rank = self._furthest_behind(unfinished, flight.read(self.run.board))
-                self.failures[rank] = _Failure(rank, f"had not finished within {timeout:g} s, the run's deadline", None)
+                self.failures[rank] = _Failure(rank, f"had not finished {why}", None)
                 return
             self._listen(unfinished, min(POLL, patience - now, max(0.0, end - now)))
+
+    def _pass_on(self) -> str:
+        """Send the ranks SIGTERM in the place of a signal that the launcher was sent; return that one's name."""
+        for rank in self.running:
+            self.processes[rank].terminate()
+        return signal.Signals(self.signals.heard.pop(0)).name
 
     def _listen(self, unfinished: set[int], seconds: float) -> None:
         """Wait for news; take ranks that deliver, or die, out of `unfinished`. A rank that dies early has failed."""
@@ -257,9 +280,10 @@ class _Launch:
         return text.partition(launcher)[0]
 
     def _wait_for_exit(self, seconds: float) -> None:
+        """Return when all have ended, when time is up, or when a signal says that nobody wants to wait any more."""
         end = time.monotonic() + seconds
         while alive := [self.processes[rank].sentinel for rank in sorted(self.running) if self._runs(rank)]:
-            if (left := end - time.monotonic()) <= 0:
+            if (left := end - time.monotonic()) <= 0 or self.signals.heard:
                 return
             connection.wait(alive, min(left, POLL))
 
