@@ -115,7 +115,8 @@ def grade_quizzes(course: Course, args: Namespace) -> int:
     bank = Bank(course)
     roster = None if args.roster is None else read_roster(args.roster)
     files, aside = find_files(args.answers)
-    found = grade(read_answers(files, bank, args.lesson), stages_of(args.stage), roster, args.newest)
+    stages = stages_of(args.stage)
+    found = grade(read_answers(files, bank, args.lesson, stages), stages, roster, args.newest)
     if aside:
         names = ", ".join(map(str, aside[:5])) + (", ..." if len(aside) > 5 else "")
         print(f"{len(aside)} left aside, as no .json: {names}", file=sys.stderr)

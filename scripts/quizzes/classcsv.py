@@ -1,7 +1,7 @@
 """A class's answers as one CSV: a row a student, a column a question, as Google Forms and Microsoft Forms export them.
 
 A question's column is headed by its id or its text; a cell holds an option's text or a letter. Letters are those of the
-quiz's own order, or of the row's `seed`.
+quiz's own order, or of the row's `seed`. A row without any answer is that of a student who was absent.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from csvfile import Record, Table, read_table
 from lessons import UnknownLesson
-from quizzes.bank import Bank, Quiz, plain
+from quizzes.bank import STAGES, Bank, Quiz, plain
 from quizzes.sheet import Sheet, other_version
 from shapes import shown
 
@@ -24,12 +24,15 @@ FORM_HEADINGS = (
 _FORM_COLUMN = re.compile(r"^(?:(?:points|feedback) - (?P<before>.+)|(?P<after>.+) \[(?:score|feedback)\])$")
 
 
-def read_class(path: Path, bank: Bank, lesson: str | None) -> list[Sheet]:
-    """A sheet a row. UserError for an unknown lesson, column, option or version, with file and line."""
+def read_class(path: Path, bank: Bank, lesson: str | None, stages: tuple[str, ...] = STAGES) -> list[Sheet]:
+    """A sheet a row. Each question of `stages` needs its column.
+
+    UserError for an unknown lesson, column, option or version, and for missing columns, with file and line.
+    """
     table = read_table(path)
     columns = [plain(column) for column in table.columns]
     quiz = _quiz(table, columns, bank, lesson)
-    questions = _question_columns(table, columns, quiz)
+    questions = _question_columns(table, columns, quiz, stages)
     student = _student_column(table, columns)
     sheets = []
     for row in table.filled():
@@ -44,6 +47,7 @@ def read_class(path: Path, bank: Bank, lesson: str | None) -> list[Sheet]:
                 sheet.answers[name] = quiz.by_id[name].position(row.value(position), sheet.seed)
             except ValueError as error:
                 raise table.fault(row.line, f"column {position + 1}: {error}") from error
+        sheet.absent = all(answer is None for answer in sheet.answers.values())
         sheets.append(sheet)
     if not sheets:
         raise table.fault(table.heading.line, "no row follows the heading")
@@ -80,8 +84,8 @@ def _headings(quiz: Quiz) -> dict[str, str]:
     return {plain(text): question.id for question in quiz.questions for text in (question.text, question.id)}
 
 
-def _question_columns(table: Table, columns: list[str], quiz: Quiz) -> dict[int, str]:
-    """Position of a column -> id of its question. Each other column must be a known one."""
+def _question_columns(table: Table, columns: list[str], quiz: Quiz, stages: tuple[str, ...]) -> dict[int, str]:
+    """Position of a column -> id of its question. Each other column must be a known one, and none be missing."""
     headings = _headings(quiz)
     known = {*STUDENT_HEADINGS, *OWN_HEADINGS, *FORM_HEADINGS}
     questions: dict[int, str] = {}
@@ -98,6 +102,11 @@ def _question_columns(table: Table, columns: list[str], quiz: Quiz) -> dict[int,
             raise table.fault(table.heading.line, message)
     if not questions:
         raise table.fault(table.heading.line, f"no column holds answers to a question of {quiz.lesson}")
+    missing = [question.id for question in quiz.of(stages) if question.id not in questions.values()]
+    if missing:
+        what = "no column for the questions" if len(missing) > 1 else "no column for the question"
+        hint = "" if len(stages) == 1 else "; --stage grades only those of one stage"
+        raise table.fault(table.heading.line, f"{what} {', '.join(map(repr, missing))} of {quiz.lesson}{hint}")
     return questions
 
 

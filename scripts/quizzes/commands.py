@@ -34,7 +34,9 @@ def register(add: Callable) -> None:
     )
     grade.add_argument("--lesson", metavar="NN", help="the lesson (default: what the sheets say)")
     grade.add_argument("--stage", choices=STAGES, help="grade only the questions of this stage")
-    grade.add_argument("--roster", type=Path, metavar="CSV", help="the class; who handed in nothing is listed")
+    grade.add_argument(
+        "--roster", type=Path, metavar="CSV", help="the class; who handed in nothing, or an empty row, is listed"
+    )
     grade.add_argument("--newest", action="store_true", help="of two sheets of a student take the newer")
     grade.add_argument("--out", type=Path, metavar="DIR", help="write NN-grades.csv, NN-questions.csv, NN-quiz.json")
     _force(grade)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults import UserError
-from quizzes.bank import Bank, Question, Quiz
+from quizzes.bank import STAGES, Bank, Question, Quiz
 from quizzes.classcsv import read_class
 from quizzes.sheet import Sheet, read_sheet
 from quizzes.stats import Item, is_right, items
@@ -39,7 +39,7 @@ class Grade:
 
 @dataclass(frozen=True)
 class Graded:
-    """A class's grades for one quiz, what they say about its questions, and who of the roster handed in nothing."""
+    """A class's grades for one quiz, what they say about its questions, and who of the class handed in nothing."""
 
     quiz: Quiz
     questions: list[Question]
@@ -73,8 +73,12 @@ def _once(paths: list[Path]) -> list[Path]:
     return list({os.path.realpath(path): path for path in reversed(paths)}.values())[::-1]
 
 
-def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -> list[Sheet]:
+def read_answers(
+    paths: Iterable[Path], bank: Bank, lesson: str | None = None, stages: tuple[str, ...] = STAGES
+) -> list[Sheet]:
     """All sheets of these files. `lesson` is what a class CSV is about, where it does not say.
+
+    A class CSV needs a column for each question of `stages`; in sheets, a question left out is a blank.
 
     UserError names the first fault of each file that has one, so that a class's sheets are put right in one go.
     """
@@ -82,7 +86,8 @@ def read_answers(paths: Iterable[Path], bank: Bank, lesson: str | None = None) -
     faults: list[str] = []
     for path in paths:
         try:
-            sheets += read_class(path, bank, lesson) if path.suffix.lower() == ".csv" else [read_sheet(path, bank)]
+            is_table = path.suffix.lower() == ".csv"
+            sheets += read_class(path, bank, lesson, stages) if is_table else [read_sheet(path, bank)]
         except UserError as error:
             faults.append(str(error))
     _raise(faults)
@@ -107,9 +112,10 @@ def _raise(faults: list[str]) -> None:
 
 
 def grade(sheets: list[Sheet], stages: tuple[str, ...], roster: Roster | None, newest: bool) -> list[Graded]:
-    """Grade each quiz that occurs, in the order of the lessons.
+    """Grade each quiz that occurs, in the order of the lessons. Who was absent gets no grade, and is listed.
 
-    UserError for all students who are not in the roster, and for two sheets of one student unless `newest`.
+    UserError for all students who are not in the roster, for two sheets of one student unless `newest`, and for a quiz
+    of which all were absent.
     """
     students: list[Student] = []
     faults: list[str] = []
@@ -122,17 +128,24 @@ def grade(sheets: list[Sheet], stages: tuple[str, ...], roster: Roster | None, n
     graded = []
     for quiz in sorted({sheet.quiz for sheet in sheets}, key=lambda quiz: quiz.lesson):
         chosen: dict[str, tuple[Student, Sheet]] = {}
+        known = list(roster.students) if roster else []
         for student, sheet in zip(students, sheets, strict=True):
-            if sheet.quiz is quiz:
+            if sheet.quiz is quiz and sheet.absent:
+                known.append(student)
+            elif sheet.quiz is quiz:
                 key = student.id.casefold()
                 if key in chosen:
                     sheet = _newer(student, chosen[key][1], sheet, newest)
                 chosen[key] = (student, sheet)
-        graded.append(_graded(quiz, stages, list(chosen.values()), roster))
+        if not chosen:
+            empty = next(sheet for sheet in sheets if sheet.quiz is quiz)
+            raise UserError(f"{empty.path}: no row holds an answer to {quiz.lesson}")
+        missing = {student.id.casefold(): student for student in known if student.id.casefold() not in chosen}
+        graded.append(_graded(quiz, stages, list(chosen.values()), list(missing.values())))
     return graded
 
 
-def _graded(quiz: Quiz, stages: tuple[str, ...], chosen: list[tuple[Student, Sheet]], roster: Roster | None) -> Graded:
+def _graded(quiz: Quiz, stages: tuple[str, ...], chosen: list[tuple[Student, Sheet]], missing: list[Student]) -> Graded:
     questions = quiz.of(stages)
     if not questions:
         raise UserError(f"{quiz.lesson} has no question of stage {', '.join(stages)}")
@@ -140,8 +153,6 @@ def _graded(quiz: Quiz, stages: tuple[str, ...], chosen: list[tuple[Student, She
     for student, sheet in sorted(chosen, key=lambda pair: (pair[0].id.casefold(), pair[0].id)):
         right = {question.id: is_right(question, sheet.answers) for question in questions}
         grades.append(Grade(student.id, student.name, sheet, right))
-    present = {student.id for student, _ in chosen}
-    missing = [student for student in roster.students if student.id not in present] if roster else []
     return Graded(quiz, questions, grades, items(questions, [each.sheet.answers for each in grades]), missing)
 
 

@@ -45,6 +45,7 @@ class Sheet:
     answers: dict[str, int | None] = field(default_factory=dict)
     path: Path = Path("sheet")
     line: int = 1
+    absent: bool = False  # a student's row without any answer, in a table that was prepared for a class
     lines: dict[str, int] = field(default_factory=dict, compare=False)  # where its parts stand: {"student": 5}
 
     @property

@@ -6,6 +6,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from quiz_case import QuizCase
 
+from csvfile import read_table
 from faults import UserError
 from quizzes.grade import read_answers
 
@@ -69,9 +70,59 @@ class TestClassCsv(QuizCase):
         rows = [[f"s{n}", "01", self.quiz.sha256, f"1#s{n}", *self.letters(f"1#s{n}", n).values()] for n in range(4)]
         self.assertEqual(self.points(self.csv(heading, *rows)), [(f"s{n}", 6 - n) for n in range(4)])
 
-    def test_a_missing_question_is_blank(self):
-        data = self.csv(["id", *self.columns("id")[:5]], ["s1", *list(self.letters(None).values())[:5]])
-        self.assertEqual(self.points(data, "--lesson", "1"), [("s1", 5)])
+    def test_a_missing_column_is_a_fault(self):
+        ids, right = self.columns("id"), list(self.letters(None).values())
+        for gone, told in [((5,), "question 'w5'"), ((1, 3), "questions 'w1', 'w3'")]:
+            heading, row = ([cell for place, cell in enumerate(cells) if place not in gone] for cells in (ids, right))
+            path = self.file("c.csv", self.csv(["id", *heading], ["s1", *row]))
+            self.refused(f"c.csv:1: no column for the {told} of 01-wheels", "grade-quiz", path, "--lesson", "1")
+        data = self.csv(["id", *ids[:2]], ["s1", *right[:2]])
+        self.assertEqual(self.points(data, "--lesson", "1", "--stage", "pre"), [("s1", 1)])  # w0 is all of it
+        path = self.file("c.csv", data)
+        self.refused(
+            "no column for the questions 'w2', 'w3' of", "grade-quiz", path, "--lesson", "1", "--stage", "check"
+        )
+
+    def graded(self, *args: object, code: int = 0) -> dict:
+        return json.loads(self.course("grade-quiz", *args, "--json", code=code)[0])[0]
+
+    def test_an_empty_row_is_no_sheet(self):
+        right = list(self.letters(None).values())
+        data = self.csv(
+            ["student", "name", "lesson", *self.columns("id")],
+            ["s1", "Ada", "1", *right],
+            ["s2", "Grace", "1", *[" "] * 6],
+            ["s3", "Alan", "1", "", *right[1:]],  # one blank is a wrong answer
+        )
+        path = self.file("c.csv", data)
+        roster = self.file("r.csv", "id,name\ns1,Ada\ns2,Grace\ns3,Alan\ns4,Edsger\n")
+        for args, missing in (((), ["s2"]), (("--roster", roster), ["s2", "s4"])):
+            found = self.graded(path, *args)
+            self.assertEqual([(each["student"], each["points"]) for each in found["grades"]], [("s1", 6), ("s3", 5)])
+            self.assertEqual([each["student"] for each in found["missing"]], missing)
+            self.assertEqual({each["students"] for each in found["questions"]}, {2})
+            self.assertEqual([each["blank"] for each in found["questions"]], [1, 0, 0, 0, 0, 0])
+        out, _ = self.course("grade-quiz", path, "--out", self.work / "g")
+        self.assertIn("No sheet of 1: s2", out)
+        self.assertNotIn("0/6", out)
+        grades = read_table(self.work / "g" / "01-grades.csv")
+        rows = {row.value(0): dict(zip(grades.columns, row.values(), strict=True)) for row in grades.rows}
+        self.assertEqual([rows["s2"][name] for name in ("points", "status", "file")], ["", "missing", ""])
+
+    def test_an_empty_row_beside_a_sheet(self):
+        heading = ["student", "lesson", *self.columns("id")]
+        path = self.file("c.csv", self.csv(heading, ["s1", "1", *[""] * 6]))
+        self.refused("c.csv: no row holds an answer to 01-wheels", "grade-quiz", path)
+        sheet = self.file("s1.json", self.sheet("S1", "4", **self.letters("4")))
+        found = self.graded(path, sheet)  # who handed in on the computer is in the table for paper, too
+        self.assertEqual([(each["student"], each["points"]) for each in found["grades"]], [("S1", 6)])
+        self.assertEqual(found["missing"], [])
+
+    def test_an_absent_student_who_is_not_in_the_roster(self):
+        heading = ["student", "lesson", *self.columns("id")]
+        data = self.csv(heading, ["s1", "1", *self.letters(None).values()], ["s9", "1", *[""] * 6])
+        roster = self.file("r.csv", "id,name\ns1,Ada\n")
+        self.refused("c.csv:3: the student 's9' is not in", "grade-quiz", self.file("c.csv", data), "--roster", roster)
 
     def test_faults_name_file_and_line(self):
         ids, right = self.columns("id"), list(self.letters(None).values())
@@ -91,9 +142,9 @@ class TestClassCsv(QuizCase):
             ),
             (
                 "c.csv:3: column 2: 'E' is no option of 'w0'",
-                ["student", "w0", "lesson"],
-                ["s1", "A", "1"],
-                ["s2", "E", "1"],
+                ["student", *ids, "lesson"],
+                ["s1", *right, "1"],
+                ["s2", "E", *right[1:], "1"],
             ),
             ("c.csv:2: no lesson '99'", ["student", "lesson", *ids], ["s1", "99", *right]),
             ("c.csv:3: no lesson ''", ["student", "lesson", *ids], ["s1", "1", *right], ["s2", "", *right]),

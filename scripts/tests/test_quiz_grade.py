@@ -159,7 +159,8 @@ class TestGradeQuiz(QuizCase):
         self.assertEqual([line.split(":")[0] for line in told.splitlines()], ["course", str(other)])  # both in one go
         path.unlink()
         other.unlink()
-        table = self.file("rows.csv", f"student,lesson,{self.quiz.questions[0].id}\ns1,1,A\n\ns8,1,A\n")
+        columns, row = ",".join(self.quiz.numbers), ",".join("A" * len(self.quiz.questions))
+        table = self.file("rows.csv", f"student,lesson,{columns}\ns1,1,{row}\n\ns8,1,{row}\n")
         self.refused(f"{table}:4: the student 's8' is not in {roster}", "grade-quiz", table, "--roster", roster)
 
     @unittest.skipUnless(os.name == "posix", "links")
