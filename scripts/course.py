@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     ladder = add("ladder", climb, "run every combination of parallelism and hold it against the golden run (lesson 81)")
     ladder.add_argument("--quick", action="store_true", help="a chosen dozen of plans")
     ladder.add_argument("--only", action="append", default=[], metavar="PLAN", help="such as 'dp2 pp2 zero1 m2'")
+    ladder.add_argument("--dtype", metavar="D", help="of all plans: float32, float64 or bfloat16")
     ladder.add_argument("--processes", action="store_true", help="as processes, not as virtual ranks")
     ladder.add_argument("--tied", action="store_true", help="the head's matrix is the token embedding")
     ladder.add_argument("--steps", metavar="N", help="steps of the run (default: 30)")
@@ -140,7 +141,8 @@ def memory(course: Course, args: argparse.Namespace) -> int:
 def climb(course: Course, args: argparse.Namespace) -> int:
     """What `ladder` of lesson 81 does, with every lesson's code at hand."""
     options = [f"--{name}" for name in ("quick", "processes", "tied", "json") if getattr(args, name)]
-    options += [f"--only={plan}" for plan in args.only] + ([f"--steps={args.steps}"] if args.steps else [])
+    options += [f"--only={plan}" for plan in args.only]
+    options += [f"--{name}={getattr(args, name)}" for name in ("dtype", "steps") if getattr(args, name)]
     return become_module(course, "81", "ladder.py", options)
 
 

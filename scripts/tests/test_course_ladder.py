@@ -23,6 +23,7 @@ class TestLadder(FakeCourse):
             ([], []),
             (["--quick", "--json"], ["--quick", "--json"]),
             (["--tied", "--processes"], ["--processes", "--tied"]),
+            (["--dtype", "float64", "--quick"], ["--quick", "--dtype=float64"]),
             (["--only", "dp2 m4", "--only", "tp2", "--steps", "3"], ["--only=dp2 m4", "--only=tp2", "--steps=3"]),
         ]:
             result = self.course("--root", self.root, "ladder", *given)

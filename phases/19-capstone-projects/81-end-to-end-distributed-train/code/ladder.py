@@ -1,6 +1,6 @@
 """The equivalence ladder: every way to deal a recipe to 1-8 ranks is run, and held against the golden run.
 
-    python scripts/course.py ladder [--quick] [--json] [--only "dp2 pp2 zero1 m2"] [--tied] [--steps N]
+    python scripts/course.py ladder [--quick] [--json] [--only "dp2 pp2 zero1 m2"] [--dtype D] [--tied] [--steps N]
 
 Each line is a plan; whether losses and gradients have the golden run's bits, or else how far the losses and norms are
 off; the bytes that all ranks put on the wire in a step, predicted and counted; and the bytes that the fullest rank
@@ -9,9 +9,10 @@ holds, predicted and counted. The exit code is 1 if one of them is not what it m
 
 import argparse
 import json
+import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
 
@@ -31,13 +32,15 @@ CHOSEN = tuple(  # each axis alone, each pair, all three; each stage; windows of
     map(
         parse_plan,
         "m1|m4|zero3 m2|dp2|dp3 zero1 m2|dp2 zero2|pp2 m4|pp4 zero3 m2|tp2|tp4 zero2|dp2 tp2 zero1|pp2 tp2 m2|"
-        "dp2 pp2 zero3 m2|dp2 pp2 tp2 zero1 m2|dp3 zero1 bfloat16".split("|"),
+        "dp2 pp2 zero3 m2|dp2 pp2 tp2 zero1 m2|dp3 zero1 bfloat16|"
+        "pp2 zero2 m2 bfloat16".split("|"),
     )
 )
 AS_PROCESSES = tuple(map(parse_plan, ("dp2 zero3", "pp2 m4", "tp2", "dp2 pp2 tp2 zero1 m2")))
 MOST_RANKS = 64  # of a plan
 AMPLIFIED = 64  # later norms may be so many times further off than the first: see `bounds`
 BF16 = 2.0**-8, 2.0**-6, 2.0**-3  # the same three bounds for bfloat16, whose eps is 2^-7: stated, not derived
+BF16_TIED = 2.0**-5, 2.0**-6, math.inf
 
 
 @dataclass
@@ -58,14 +61,14 @@ class Rung:
     faults: list[str] = field(default_factory=list)
 
 
-def all_plans(recipe: Recipe, most_ranks: int = 8) -> list[Plan]:
+def all_plans(recipe: Recipe, most_ranks: int = 8, dtype: str = "float32") -> list[Plan]:
     """Return every combination that fits so many ranks and the recipe's model, with each ZeRO stage.
 
     Microbatches are 1 without a pipeline and 2 with one; and 4, where there is one rank or only a pipeline.
     """
-    plans = []
-    for tp, pp, dp, zero, microbatches in product(*[range(1, most_ranks + 1)] * 3, range(4), (1, 2, 4)):
-        plan = Plan(dp, pp, tp, zero, microbatches)
+    plans, stages = [], range(dtype == "bfloat16", 4)  # bfloat16 needs the masters that ZeRO keeps
+    for tp, pp, dp, zero, microbatches in product(*[range(1, most_ranks + 1)] * 3, stages, (1, 2, 4)):
+        plan = Plan(dp, pp, tp, zero, microbatches, dtype)
         wanted = {1, 4} if plan.world_size == 1 else {2, 4} if dp == tp == 1 and pp > 1 else {2} if pp > 1 else {1}
         if plan.world_size <= most_ranks and microbatches in wanted and fits(plan, recipe):
             plans.append(plan)
@@ -88,15 +91,13 @@ def check_comparable(plan: Plan, recipe: Recipe) -> None:
         raise ValueError(f"{plan} has {plan.world_size} ranks: the ladder runs at most {MOST_RANKS} on one machine")
     if plan.microbatches > recipe.rows:
         raise ValueError(f"{recipe.rows} sequences cannot be {plan.microbatches} microbatches")
-    if recipe.tied and plan.dtype == "bfloat16":
-        raise ValueError("bfloat16 with a tied matrix: its norms leave those of fp32 by a third, and no bound is known")
 
 
 @cache
 def golden(recipe: Recipe, microbatches: int, dtype: str) -> list[dict]:
-    """Return the golden run, computed once. That of bfloat16 is the one in fp32."""
+    """Return the golden run, computed once."""
     torch.set_num_threads(1)
-    return golden_run(recipe, microbatches, torch.float32 if dtype == "bfloat16" else DTYPES[dtype])
+    return golden_run(recipe, microbatches, DTYPES[dtype])
 
 
 def is_bitwise(plan: Plan, recipe: Recipe) -> bool:
@@ -107,7 +108,7 @@ def is_bitwise(plan: Plan, recipe: Recipe) -> bool:
     microbatches rounds.)
     """
     counts = {plan.window(rows, recipe)[0] for rows in (recipe.rows, recipe.last_rows)}
-    exact = all(count & (count - 1) == 0 for count in counts) and plan.dtype != "bfloat16"
+    exact = all(count & (count - 1) == 0 for count in counts)
     return plan.dp == plan.tp == 1 and exact and not (recipe.tied and plan.pp > 1)
 
 
@@ -119,7 +120,7 @@ def bounds(plan: Plan, recipe: Recipe) -> tuple[float, float, float]:
     learning rate where the true gradient is zero; how far that goes is stated here, not derived.
     """
     if plan.dtype == "bfloat16":
-        return BF16
+        return BF16_TIED if recipe.tied else BF16
     derived = 2 * recipe.rows * recipe.seq * torch.finfo(DTYPES[plan.dtype]).eps
     return derived, derived, AMPLIFIED * derived
 
@@ -224,6 +225,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ladder", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a chosen dozen of plans, as in CI")
     parser.add_argument("--only", action="append", type=as_plan, metavar="PLAN", help='such as "dp2 pp2 zero1 m2"')
+    parser.add_argument("--dtype", choices=DTYPES, help="of all plans; bfloat16 leaves out those without ZeRO")
     parser.add_argument("--processes", action="store_true", help="run the plans as processes, not as virtual ranks")
     parser.add_argument("--tied", action="store_true", help="the head's matrix is the token embedding")
     parser.add_argument("--steps", type=demo.positive, default=Recipe.steps, help="steps of the run (default: 30)")
@@ -231,6 +233,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick and args.only:
         parser.error("--quick has chosen plans, --only your own: one of them")
+    if args.dtype and args.only:
+        parser.error("a plan says its dtype itself, as in --only 'dp2 zero1 bfloat16'")
     return args
 
 
@@ -242,20 +246,29 @@ def as_plan(text: str) -> Plan:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def plans_of(args: argparse.Namespace, recipe: Recipe) -> list[tuple[Plan, bool]]:
+    """Return what to run: plans, and whether as processes."""
+    if args.only:
+        return [(plan, args.processes) for plan in args.only]
+    plans = CHOSEN if args.quick else all_plans(recipe, dtype=args.dtype or "float32")
+    work = [(plan, args.processes) for plan in plans]
+    work += [(plan, True) for plan in AS_PROCESSES if not args.processes]
+    if args.dtype is None:
+        return work
+    return [(replace(plan, dtype=args.dtype), how) for plan, how in work if plan.zero or args.dtype != "bfloat16"]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Climb; return 1 if a plan is not what it must be, 2 if one cannot be run."""
     args = parse_arguments(argv)
     recipe = Recipe(tied=args.tied, steps=args.steps)
-    chosen = [plan for plan in CHOSEN if not (recipe.tied and plan.dtype == "bfloat16")]
-    plans = args.only or (chosen if args.quick else all_plans(recipe))
+    work = plans_of(args, recipe)
     try:
-        for plan in plans:
+        for plan, _ in work:
             check_comparable(plan, recipe)
     except ValueError as error:
         print(f"ladder: {error}", file=sys.stderr)
         return 2
-    work = [(plan, args.processes) for plan in plans]
-    work += [(plan, True) for plan in AS_PROCESSES if not args.only and not args.processes]
     rungs = []
     if not args.json:
         print(

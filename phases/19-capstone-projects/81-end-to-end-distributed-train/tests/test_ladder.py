@@ -14,6 +14,7 @@ sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob("*/*/code"))  #
 import grid_train
 import ladder
 import part
+import shard
 import tensor_parallel
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,15 @@ class TestChosenPlans(unittest.TestCase):
             self.assertLess(rung.loss_off, 1e-13)
             self.assertEqual(rung.sent, rung.sent_predicted)
 
+    def test_bfloat16(self):
+        """One replica has the bits of a plain loop in bfloat16 with masters; the others are near it, tied or not."""
+        for recipe in (SHORT, TIED):
+            for text in ("zero1", "zero3 m4", "pp4 zero2 m2", "dp2 zero2", "tp2 zero1", "dp2 pp2 tp2 zero3 m2"):
+                plan = parse_plan(text + " bfloat16")
+                rung = compare(plan, recipe, run(str(plan), recipe))
+                self.assertEqual((rung.faults, rung.bitwise), ([], is_bitwise(plan, recipe)), (text, recipe.tied))
+                self.assertEqual((rung.sent, rung.held), (rung.sent_predicted, rung.held_predicted))
+
     def test_processes(self):
         for text, tied in (("dp2 zero3 m2", False), ("pp2 tp2 m2", True)):
             rung = climb(parse_plan(text), replace(SHORT, steps=3, tied=tied), processes=True)
@@ -189,6 +199,10 @@ class TestTheLadderCanFail(unittest.TestCase):
     def test_no_clipping(self):
         with mock.patch.object(part.Part, "scale_gradients", lambda self, factor: None):
             self.assert_seen("dp2 zero1")
+
+    def test_masters_that_are_no_better_than_the_parameters(self):
+        with mock.patch.object(shard, "adopt", lambda written, master: master.copy_(written)):
+            self.assert_seen("zero1 bfloat16")
 
     def test_a_norm_of_this_ranks_shard_only(self):
         def totals(self, share):
@@ -323,6 +337,14 @@ class TestCommand(unittest.TestCase):
         self.assertIn("off", lines[3])
         self.assertIn("2 plans run: 1 bitwise, 0 failed", err)
 
+    def test_all_plans_in_one_dtype(self):
+        with mock.patch.object(ladder, "CHOSEN", tuple(map(parse_plan, ("m2", "zero3 m2")))):
+            code, out, err = self.main("--quick", "--tied", "--dtype", "bfloat16", "--steps", "1", "--json")
+        plans = [(rung["plan"], rung["where"]) for rung in json.loads(out)]
+        dp2, both = "dp2 pp1 tp1 zero3 m1 bfloat16", "dp2 pp2 tp2 zero1 m2 bfloat16"
+        virtual = ("dp1 pp1 tp1 zero3 m2 bfloat16", "virtual")
+        self.assertEqual((code, plans), (0, [virtual, (dp2, "processes"), (both, "processes")]), err)
+
     def test_json(self):
         code, out, _ = self.main("--only", "zero3 m4", "--steps", "2", "--json")
         (rung,) = json.loads(out)
@@ -344,7 +366,8 @@ class TestCommand(unittest.TestCase):
             (["--quick", "--only", "dp2"], "--quick has chosen plans, --only your own: one of them"),
             (["--only", "dp1000000"], "1000000 ranks: the ladder runs at most 64 on one machine"),
             (["--only", "m25"], "24 sequences cannot be 25 microbatches"),
-            (["--tied", "--only", "zero1 bfloat16"], "no bound is known"),
+            (["--dtype", "bfloat16", "--only", "zero1"], "a plan says its dtype itself"),
+            (["--dtype", "float16"], "invalid choice: 'float16'"),
         ]:
             code, _, err = self.main(*argv)
             self.assertEqual(code, 2)
