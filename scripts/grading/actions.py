@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from exercises.model import choose, load_exercises
@@ -40,7 +41,7 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
     limits, isolation = limits_of(args), NONE if args.no_isolation else None
     before = signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: no run is left behind
     try:
-        with Judge(course, lesson, limits, isolation) as judge:
+        with Judge(course, lesson, limits, isolation, _private(args)) as judge:
             run = ClassRun(judge, exercises, of, args.out, overrides, _command(args), args.resume)
             return _grade(run, works, args)
     except KeyboardInterrupt:
@@ -48,6 +49,11 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _private(args: argparse.Namespace) -> list[Path]:
+    """What students' code must not see of the class."""
+    return [path for path in (args.submissions, args.out, args.roster, args.overrides) if path]
 
 
 def _grade(run: ClassRun, works: list[Work], args: argparse.Namespace) -> int:

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grading import linux
+from grading import hiding, linux
 from grading.limits import MIB
+
+READABLE = "students' code can read your files: other submissions, the class list, keys, solutions"
 
 
 @dataclass(frozen=True)
@@ -19,19 +23,22 @@ class Isolation:
     processes: bool = False  # a PID namespace: what is in it sees no process outside, and ends as one
     network: bool = False  # a network namespace: loopback, and nothing else
     mounts: bool = False  # a mount namespace: everything but the private folder is read-only; /dev/shm is private
+    hidden: bool = False  # and other people's files are not even seen (see hiding.py)
 
     @property
     def missing(self) -> list[str]:
         """What is not kept apart, in words; empty if everything is."""
         if not self.fork:
             why = "by --no-isolation" if linux.LINUX else "this system is not Linux"
-            return [f"practice only: no isolation at all ({why}); scripts/INSTRUCTORS.md has a container command"]
+            text = f"practice only: no isolation at all ({why}), students' code can read and change all your files"
+            return [f"{text}; scripts/INSTRUCTORS.md has a container command"]
         words = {
             "processes": "no PID namespace: descendants are found under /proc and killed; they can see other processes",
             "network": "no network namespace: the network can be reached",
-            "mounts": "no mount namespace: files outside are not protected; changes to the lesson's are noticed",
+            "mounts": f"no mount namespace: practice only, {READABLE}; changes to the lesson's are noticed",
+            "hidden": f"files outside are not hidden: practice only, {READABLE}",
         }
-        return [text for name, text in words.items() if not getattr(self, name)]
+        return [text for name, text in words.items() if not getattr(self, name) and (self.mounts or name != "hidden")]
 
     def to_json(self) -> dict:
         """As the reports show it."""
@@ -41,10 +48,17 @@ class Isolation:
 NONE = Isolation()
 
 
-def enter(isolation: Isolation, folder: Path, folder_bytes: int) -> None:
+def enter(
+    isolation: Isolation,
+    folder: Path,
+    folder_bytes: int,
+    prepare: Callable[[], None] = lambda: None,
+    hide: Sequence[str] = (),
+) -> None:
     """Leave the host's namespaces, as far as permitted; `folder` becomes a private file system of that size.
 
-    To be called in a process of one thread; the PID namespace begins with the next child, see `enter_processes`.
+    `prepare()` fills it, and still sees everything; then other people's files, `hide` among them, are covered. To be
+    called in a process of one thread; the PID namespace begins with the next child, see `enter_processes`.
     """
     flags = linux.CLONE_NEWPID | linux.CLONE_NEWIPC if isolation.processes else 0
     flags |= linux.CLONE_NEWNET if isolation.network else 0
@@ -61,6 +75,10 @@ def enter(isolation: Isolation, folder: Path, folder_bytes: int) -> None:
         options = linux.MS_NOSUID | linux.MS_NODEV
         linux.set_read_only("/", True, recursive=True)
         linux.mount("private", folder, "tmpfs", options, f"size={folder_bytes},mode=700")
+    prepare()
+    if isolation.hidden:
+        hiding.cover(hide, [*hiding.python_paths(), str(folder)], folder_bytes)
+    if isolation.mounts:
         if Path("/dev/shm").is_dir():
             linux.mount("private", "/dev/shm", "tmpfs", options, f"size={folder_bytes},mode=1777")
 
@@ -72,13 +90,18 @@ def enter_processes(isolation: Isolation) -> None:
             linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV)
 
 
+_QUIET = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
 def probe(folder: Path) -> Isolation:
     """What this machine permits: the most that works when it is tried in a child. `folder` must exist."""
     if not linux.LINUX:
         return NONE
     user = os.getuid() != 0
     found = Isolation(fork=True)
-    for name in ("mounts", "network", "processes"):
+    for name in ("mounts", "hidden", "network", "processes"):
+        if name == "hidden" and not found.mounts:
+            continue
         for candidate_user in (user, True):
             candidate = Isolation(**{**asdict(found), name: True, "user": candidate_user or found.user})
             if _works(candidate, folder):
@@ -101,7 +124,8 @@ def _works(isolation: Isolation, folder: Path) -> bool:
                 enter_processes(isolation)
                 linux.drop_capabilities()
                 (folder / ".probe").write_text("")
-                os._exit(0)
+                command = [sys.executable, "-c", "import ctypes, hashlib, multiprocessing.connection, tempfile"]
+                os._exit(subprocess.run(command, **_QUIET).returncode if isolation.hidden else 0)
             code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
         except OSError:
             pass

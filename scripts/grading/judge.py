@@ -11,13 +11,14 @@ import hashlib
 import json
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from exercises.model import Exercise
+from grading import hiding
 from grading import isolation as apart
 from grading.isolation import Isolation
 from grading.layout import Layout
@@ -75,14 +76,22 @@ class Judge:
     """Judges for one lesson. Threads may share it: each gets a process of its own that runs its tests."""
 
     def __init__(
-        self, course: Course, lesson: Lesson, limits: Limits | None = None, isolation: Isolation | None = None
+        self,
+        course: Course,
+        lesson: Lesson,
+        limits: Limits | None = None,
+        isolation: Isolation | None = None,
+        private: Iterable[Path] = (),
     ):
+        """`private`: files and folders of the class; no run sees them, nor the folders that they lie in."""
         self.lesson, self.limits = lesson, limits or Limits()
         self._home = tempfile.TemporaryDirectory(prefix="cg-", ignore_cleanup_errors=True)
         home = Path(self._home.name).resolve()
         (home / "probe").mkdir()
         self.isolation = apart.probe(home / "probe") if isolation is None else isolation
         self.layout = Layout(course, lesson, home / "lesson")
+        self._hide = hiding.with_folders([*private, course.root / "phases", hiding.REPOSITORY / "scripts"])
+        self._hide.append(str(self.layout.folder))
         self._lock = threading.Lock()
         self._known: dict[str, Future] = {}
         self._local = threading.local()
@@ -197,7 +206,7 @@ class Judge:
         if not hasattr(self._local, "process"):
             if self.isolation.fork:
                 preloaded = PRELOADED if self.layout.needs_torch else ()
-                process = Zygote(self.limits, self.isolation, [self.layout.tests], preloaded)
+                process = Zygote(self.limits, self.isolation, [self.layout.tests], preloaded, self._hide)
             else:
                 process = Plain(self.limits, [self.layout.tests])
             self._local.process = process

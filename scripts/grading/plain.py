@@ -16,7 +16,7 @@ from pathlib import Path
 import sessions
 from grading import runner
 from grading.limits import Limits, environment
-from grading.records import Channel
+from grading.records import Channel, line
 from grading.sandbox import Ended
 
 
@@ -84,8 +84,18 @@ def main(folder: str, request: str) -> None:
     file.unlink()
     with open(file.with_name("records"), "wb", buffering=0) as records, open(file.with_name("stacks"), "wb") as stacks:
         channel = Channel(records.fileno(), stacks.fileno(), value["nonce"])
-        runner.perform(runner.Request(**value["request"]), Path(folder), channel)
+        _perform(runner.Request(**value["request"]), Path(folder), channel)
         os._exit(0)
+
+
+def _perform(request: runner.Request, folder: Path, channel: Channel) -> None:
+    try:
+        runner.lay_out(request, folder)
+    except OSError as error:  # a full disk, say: no line of what was handed in was at work
+        failure = runner.describe(error, folder)
+        os.write(channel.records, line(channel.nonce, {"event": "fail", "test": runner.LOADING, **failure}))
+        return
+    runner.perform(request, folder, channel)
 
 
 if __name__ == "__main__":

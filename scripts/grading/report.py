@@ -16,7 +16,9 @@ from lessons import Lesson
 from words import counted
 
 SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": "b", "error": "E"}
-APART = "each run was kept apart: it saw no other process, no network, and could write into its own folder alone"
+APART = (
+    "each run was kept apart: it saw nobody's files, no other process, no network; it wrote into its own folder alone"
+)
 PUBLISHED = "Everybody can read these. Short ones many find by themselves; of a long one, ask how it works."
 
 

@@ -39,14 +39,9 @@ class Request:
 
 
 def perform(request: Request, folder: Path, channel: Channel) -> None:
-    """Run all of it in this process. `folder` is the private folder; the lesson is copied into it."""
+    """Run all of it in this process. `folder` is the private folder; the lesson is laid out in it."""
     write = Writer(channel.records, channel.nonce)
     write("loading")
-    try:
-        lay_out(request, folder)
-    except OSError as error:  # a full disk, say: no line of what was handed in was at work
-        write("fail", test=LOADING, **describe(error, folder))
-        return
     os.chdir(folder / request.tests)
     importlib.invalidate_caches()
     sys.modules["__main__"] = types.ModuleType("__main__")  # what multiprocessing's spawn would start again
@@ -73,6 +68,8 @@ def lay_out(request: Request, folder: Path) -> None:
     for path, text in request.changed.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
+        for compiled in (folder / path).parent.glob(f"__pycache__/{Path(path).stem}.*.pyc"):
+            compiled.unlink()  # of the lesson's own module: it holds the solution
 
 
 class Watch:

@@ -6,9 +6,9 @@
           run   limits, environment, no input; then the function. Ranks and whatever else it starts are below
 
 Honest limits. The function's own process runs the student's code and the tests that judge it: who reads this code and
-wants to cheat can. Without a mount namespace files outside can be changed; without a PID namespace a process can kill
-its supervisor, which is noticed and never ends as a success. Root outside a user namespace has no limit on its number
-of processes: the supervisor counts them twenty times a second.
+wants to cheat can. Without a mount namespace files outside can be read and changed; without a PID namespace a process
+can kill its supervisor, which is noticed and never ends as a success. Root outside a user namespace has no limit on its
+number of processes: the supervisor counts them twenty times a second.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,8 +60,19 @@ class Ended:
 Body = Callable[[Channel], None]
 
 
-def run(body: Body, folder: Path, limits: Limits, isolation: Isolation, cancel: int | None = None) -> Ended:
+def run(
+    body: Body,
+    folder: Path,
+    limits: Limits,
+    isolation: Isolation,
+    cancel: int | None = None,
+    prepare: Callable[[], None] = lambda: None,
+    hide: Sequence[str] = (),
+) -> Ended:
     """Fork, run `body(channel)` with `folder` as its private one, and wait until nothing of it is left.
+
+    Before that `prepare()` fills the folder; then the paths in `hide` are not seen any more, nor are other people's
+    files, where the machine permits that.
 
     The caller must be a process of one thread with no children of its own: it becomes a subreaper, and every child it
     has afterwards is killed. `folder` exists, is empty, and is the caller's to delete. `cancel` is a file descriptor:
@@ -73,7 +84,7 @@ def run(body: Body, folder: Path, limits: Limits, isolation: Isolation, cancel: 
     shared = None if isolation.mounts else SharedMemory()
     supervisor = _Supervisor(limits, secrets.token_hex(16))
     try:
-        supervisor.start(body, folder, isolation)
+        supervisor.start(_Task(body, folder, isolation, prepare, hide))
         ended = supervisor.watch(cancel)
     finally:
         left = processes.end_descendants()
@@ -98,13 +109,13 @@ class _Supervisor:
         self.peak_processes = self.peak_memory = 0
         self.begin, self.cpu = time.monotonic(), _cpu_of_children()
 
-    def start(self, body: Body, folder: Path, isolation: Isolation) -> None:
+    def start(self, task: "_Task") -> None:
         """Fork the holder."""
         sys.stdout.flush()
         sys.stderr.flush()
         supervisor = os.getpid()
         if os.fork() == 0:
-            _Family(self, body, folder, isolation).hold(supervisor)
+            _Family(self, task).hold(supervisor)
         for pipe in self.pipes.values():
             pipe.close_writer()
 
@@ -173,11 +184,23 @@ class _Supervisor:
         return Ended("records", detail="too much in the channel of the results") if self.records.full else None
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What `run` was given."""
+
+    body: Body
+    folder: Path
+    isolation: Isolation
+    prepare: Callable[[], None]
+    hide: Sequence[str]
+
+
 class _Family:
     """What the forked processes do; none of these methods returns."""
 
-    def __init__(self, supervisor: _Supervisor, body: Body, folder: Path, isolation: Isolation) -> None:
-        self.limits, self.body, self.folder, self.isolation = supervisor.limits, body, folder, isolation
+    def __init__(self, supervisor: _Supervisor, task: _Task) -> None:
+        self.limits, self.body, self.folder, self.isolation = supervisor.limits, task.body, task.folder, task.isolation
+        self.task = task
         self.writers = {name: pipe.writer for name, pipe in supervisor.pipes.items()}
         self.nonce = supervisor.nonce
 
@@ -194,7 +217,8 @@ class _Family:
                 os._exit(1)  # it died before it was watched
             _close_all_but(set(self.writers.values()))
             os.nice(5)  # so that who watches gets a turn
-            apart.enter(self.isolation, self.folder, self.limits.folder_bytes)
+            apart.enter(self.isolation, self.folder, self.limits.folder_bytes, self.task.prepare, self.task.hide)
+            os.chdir(self.folder)
             first = os.fork()
             if first == 0:
                 self.begin()

@@ -35,8 +35,19 @@ class SupervisorLost(RuntimeError):
 class Zygote:
     """The other end: starts the process, and sends it requests. To be used by one thread, and closed."""
 
-    def __init__(self, limits: Limits, isolation: Isolation, path: list[str], preloaded: Sequence[str] = ()) -> None:
-        """`path`: the folders that runs import from, relative to the private folder; `preloaded`: modules' names."""
+    def __init__(
+        self,
+        limits: Limits,
+        isolation: Isolation,
+        path: list[str],
+        preloaded: Sequence[str] = (),
+        hide: Sequence[str] = (),
+    ) -> None:
+        """`path`: the folders that runs import from, relative to the private folder; `preloaded`: modules' names.
+
+        `hide`: files and folders that no run is to see.
+        """
+        self._hide = list(hide)
         self.limits, self.isolation, self._preloaded = limits, isolation, preloaded
         self._home = tempfile.TemporaryDirectory(prefix="cg-", ignore_cleanup_errors=True)  # short: sockets lie in it
         self.folder = Path(self._home.name).resolve() / "run"
@@ -49,7 +60,7 @@ class Zygote:
             self._start()
         value = {"request": vars(request), "limits": vars(self.limits), "isolation": vars(self.isolation)}
         try:
-            self._file.write(json.dumps(value | {"folder": str(self.folder)}) + "\n")
+            self._file.write(json.dumps(value | {"folder": str(self.folder), "hide": self._hide}) + "\n")
             self._file.flush()
             answer = self._file.readline()
         except OSError as error:
@@ -136,9 +147,12 @@ def answer(value: dict, connection: socket.socket) -> sandbox.Ended:
     def body(channel: sandbox.Channel) -> None:
         runner.perform(request, folder, channel)
 
+    def prepare() -> None:
+        runner.lay_out(request, folder)
+
     try:
         folder.mkdir()
-        return sandbox.run(body, folder, limits, isolation, connection.fileno())
+        return sandbox.run(body, folder, limits, isolation, connection.fileno(), prepare, value["hide"])
     except OSError as error:
         return sandbox.Ended("setup", detail=f"{type(error).__name__}: {error}")
     finally:

@@ -27,14 +27,15 @@ if LINUX:
 LIMITS = Limits(run_seconds=120, test_seconds=60)
 
 
-def run(body, isolation=FULL, **limits) -> sandbox.Ended:
+def run(body, isolation=FULL, hide=(), **limits) -> sandbox.Ended:
     """Run `body(channel)` in a sandbox, in a child of this process, which becomes a subreaper."""
     reader, writer = os.pipe()
     with tempfile.TemporaryDirectory(prefix="sb-") as folder:
         child = os.fork()
         if child == 0:
             try:
-                ended = sandbox.run(body, Path(folder), dataclasses.replace(LIMITS, **limits), isolation)
+                limits = dataclasses.replace(LIMITS, **limits)
+                ended = sandbox.run(body, Path(folder), limits, isolation, hide=hide)
                 text = json.dumps(dataclasses.asdict(ended) | {"children": processes.descendants(os.getpid())})
                 os.write(writer, text.encode()[: 1 << 16])
             finally:
@@ -276,13 +277,14 @@ class TestNamespaces(Both):
 
         def body(channel):
             Path("inside").write_text("x")
-            for path in (target, Path(__file__).with_name("written.txt")):
+            for path in (target, Path(__file__).with_name("written.txt"), Path(os.__file__).with_name("written.txt")):
                 try:
                     path.write_text("x")
                 except OSError as error:
                     print(error.strerror)
 
-        self.assertEqual(self.sandboxed(body).output, "Read-only file system\n" * 2)
+        missing = "No such file or directory\n" if self.isolation.hidden else "Read-only file system\n"
+        self.assertEqual(self.sandboxed(body).output, missing * 2 + "Read-only file system\n")
         self.assertFalse(target.exists())
 
     def test_the_private_folder_has_a_size(self):
@@ -342,7 +344,9 @@ class TestNamespaces(Both):
         self.assertEqual(self.sandboxed(body).output, "1\nno such process\n")
 
     def test_what_is_missing_is_said(self):
-        self.assertEqual(Isolation(True, False, True, True, True).missing, [])
+        self.assertEqual(Isolation(True, False, True, True, True, True).missing, [])
+        (hidden,) = Isolation(True, False, True, True, True, False).missing
+        self.assertEqual(hidden.split(", ")[0], "files outside are not hidden: practice only")
         self.assertEqual([text.split(":")[0] for text in NONE.missing], ["practice only"])
         self.assertEqual(
             [text.split(":")[0] for text in PLAIN.missing],
