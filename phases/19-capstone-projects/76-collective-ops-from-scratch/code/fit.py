@@ -81,7 +81,8 @@ def measured_crossover(sizes: list[int], ring: list[float], tree: list[float]) -
     """Return the size from which on the ring was the faster one: where two measured curves cross for the last time.
 
     Between two sizes both curves count as straight in a plot with logarithmic axes. None if the tree was still faster
-    at the end, or the ring from the beginning.
+    at the end, or the ring from the beginning. Raises ValueError, with both numbers, if there are not as many times as
+    sizes.
     """
     gaps = [math.log(r / t) for r, t in zip(ring, tree, strict=True)]
     if len(sizes) != len(gaps):

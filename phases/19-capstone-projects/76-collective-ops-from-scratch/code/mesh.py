@@ -77,7 +77,10 @@ class Mesh:
         self.observer: Callable | None = None  # called as observer(round, src, dst, tensor) for each message sent
 
     def send(self, dst: int, tensor: torch.Tensor, tag: int = 0, lone: bool = True) -> None:
-        """Send a tensor of any shape, stride and dtype to rank `dst`. Not `lone`: a receive is posted with it."""
+        """Send a tensor of any shape, stride and dtype to rank `dst`. Not `lone`: a receive is posted with it.
+
+        Raises ValueError, with both numbers, for a tensor of more than `most_dimensions` dimensions.
+        """
         self._check_usable()
         check_peer(self.rank, dst, self.world_size, tag)
         check_tensor("send", tensor, self.device)
@@ -243,7 +246,9 @@ def encode_facts(facts) -> bytes:
 def must_agree(channel, what: str, facts: dict) -> None:
     """Raise the same ValueError on every rank unless all ranks brought the same facts. Call it before anything changes.
 
-    `channel` is a Mesh or a Comm: anything with `agree`.
+    Of `what` = "a plan" it says `ranks disagree on a plan: size: rank 0, 2 has 4; rank 1 has 8`: each fact that differs
+    and its values as JSON text (`nothing` where a rank lacks it), the first rank's first; facts are joined by ` | `.
+    Facts that are no dictionary count as one called `facts`. `channel` is a Mesh or a Comm: anything with `agree`.
     """
     everyone = [each if isinstance(each, dict) else {"facts": each} for each in channel.agree(facts)]
     if all(each == everyone[0] for each in everyone):

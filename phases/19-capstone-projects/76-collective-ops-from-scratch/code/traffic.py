@@ -53,7 +53,10 @@ class Recorder:
 
 
 def read_traffic(paths: Iterable[Path]) -> list[Message]:
-    """Read recorded files. Raises ValueError, with file and line, for a line that is not exactly one message."""
+    """Read recorded files. Raises ValueError for a line that is not exactly one message.
+
+    It names the file and the number of the line, and repeats what the error behind it says.
+    """
     messages = []
     for path in paths:
         for number, line in enumerate(path.read_bytes().splitlines(), 1):

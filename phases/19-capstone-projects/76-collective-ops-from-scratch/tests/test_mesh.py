@@ -219,7 +219,7 @@ class TestDeadline(unittest.TestCase):
 
     def test_the_error_says_who_waited_for_whom(self):
         with self.assertRaisesRegex(
-            MeshTimeout, r"rank 0 waited for a message \(tag 4\) from rank 2: none came in 0.01 s"
+            MeshTimeout, r"rank 0 waited for a message \(tag 4\) from rank 2: .*\b0\.01\b"
         ) as e:
             self.mesh().recv(2, tag=4)
         self.assertEqual(e.exception.waited_for, 2)

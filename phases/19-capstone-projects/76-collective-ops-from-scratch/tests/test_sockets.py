@@ -161,7 +161,7 @@ class TestSockets(unittest.TestCase):
             self.meshes[0].recv(1)
 
     def test_too_many_dimensions_are_refused_and_not_counted(self):
-        with self.assertRaisesRegex(ValueError, "a message may have 8 dimensions, this tensor has 9"):
+        with self.assertRaisesRegex(ValueError, r"(?=.*\b8\b)(?=.*\b9\b)"):
             self.meshes[0].send(1, torch.ones([1] * 9))
         self.assertEqual(self.meshes[0].counters.messages_sent, 0)
 
