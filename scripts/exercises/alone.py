@@ -1,10 +1,13 @@
-"""One exercise of a learner's in the lesson's own modules: does it fail by itself, or only with the rest?"""
+"""One exercise of a learner's in the lesson's own modules, as `course grade` judges it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from exercises.judge import Verdict, judge
-from exercises.model import Exercise, names_by_module
-from exercises.surgery import GraftError, graft_all
+from exercises.graft import with_new
+from exercises.model import Exercise
+from exercises.surgery import GraftError, decode, graft_all
+from exercises.untaken import changes
 from lessons import Lesson
 
 
@@ -13,23 +16,46 @@ def source(lesson: Lesson, module: str) -> Path:
     return lesson.folder / "code" / f"{module}.py"
 
 
-def alone_in(own: Lesson, lesson: Lesson, exercise: Exercise, others: list[Exercise]) -> dict[Path, str]:
-    """The modules of all exercises as the course has them, with the learner's functions of this exercise alone.
+def alone_in(own: Lesson, lesson: Lesson, exercise: Exercise) -> dict[Path, str]:
+    """The lesson's modules as the course has them, with what is new in the learner's and this exercise's functions.
 
     Only those that are not so already.
     """
     texts = {}
-    for module in names_by_module([name for each in (exercise, *others) for name in each.functions]):
-        path, pristine = source(lesson, module), source(own, module).read_text(encoding="utf-8")
-        text = path.read_bytes() if path.is_file() else b""
-        names = exercise.by_module.get(module, [])
+    for path, pristine, data in _modules(own, lesson):
         try:
-            alone = graft_all(pristine, text, names)
+            alone = graft_all(_with_new(pristine, data), data, exercise.by_module.get(path.stem, []))
         except GraftError:
             return {}
-        if alone.encode() != text:
+        if alone.encode() != data:
             texts[path] = alone
     return texts
+
+
+def left_out(own: Lesson, lesson: Lesson, exercises: list[Exercise]) -> list[str]:
+    """What the learner changed in the lesson's own code beside the exercises: course grade does not take it."""
+    functions = {name for exercise in exercises for name in exercise.functions}
+    found: list[str] = []
+    for path, pristine, data in _modules(own, lesson):
+        try:
+            found += [f"{path.stem}.{name}" for name in changes(pristine, decode(data))]
+        except GraftError:
+            continue  # an exercise of it says so
+    return [name for name in found if name not in functions]
+
+
+def _modules(own: Lesson, lesson: Lesson) -> Iterator[tuple[Path, str, bytes]]:
+    """(the learner's file, the course's text, the learner's) of each module but main.py."""
+    for module in sorted({path.stem for path in own.modules()} - {"main"}):
+        path = source(lesson, module)
+        yield path, source(own, module).read_text(encoding="utf-8"), path.read_bytes() if path.is_file() else b""
+
+
+def _with_new(pristine: str, data: bytes) -> str:
+    try:
+        return with_new(pristine, decode(data))
+    except GraftError:
+        return pristine
 
 
 def judge_with(texts: dict[Path, str], lesson: Lesson, exercise: Exercise, deadline: float) -> Verdict:

@@ -16,6 +16,10 @@ from lessons import Course, Lesson
 from words import counted
 
 
+LEFT_OUT = """That is not taken by course grade, which judges each exercise in the lesson's own code: your functions of
+the exercise, and what is new in your modules. Put it into those, or into names of your own."""
+
+
 def register(add: Callable) -> None:
     """Add these commands: `add(name, action, text)` returns a parser; `action(course, args)` an exit code."""
     start = add("start", start_lesson, "a folder of your own for a lesson's exercises, without their solutions")
@@ -113,7 +117,8 @@ def _as_json(trial: Trial, points: int, total: int) -> dict:
         for report in trial.reports
     ]
     tests = "the folder's own" if trial.own_tests else "the course's"
-    return {"lesson": trial.marker.lesson, "tests": tests, "points": points, "of": total, "exercises": rows}
+    facts = {"lesson": trial.marker.lesson, "tests": tests, "points": points, "of": total}
+    return {**facts, "left_out": trial.left_out, "exercises": rows}
 
 
 def _tell_end(trial: Trial, points: int, total: int) -> None:
@@ -122,6 +127,8 @@ def _tell_end(trial: Trial, points: int, total: int) -> None:
     for report in trial.reports:
         if report.note:
             print(f"\n{report.exercise.id} is {report.note}")
+    if trial.left_out:
+        print(f"\nYou changed more of the lesson's own code: {', '.join(trial.left_out)}\n{LEFT_OUT}")
     stop = next((report for report in trial.reports if report.status not in ("passed", "not reached")), None)
     if stop is not None:
         print(f"\n{stop.exercise.title} ({', '.join(stop.exercise.functions)})")

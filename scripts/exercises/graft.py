@@ -1,12 +1,13 @@
-"""Put a learner's function in the place of the lesson's own, and along with it what it uses and the lesson lacks."""
+"""Put a learner's function in the place of the lesson's own, and along with it what the lesson lacks."""
 
 import ast
 import builtins
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
+from exercises.additions import changed, free
 from exercises.source import (
-    Function,
     GraftError,
     Source,
     bound_names,
@@ -38,9 +39,7 @@ def graft(pristine: str, submitted: str | bytes, qualname: str) -> str:
     if here.text[: span.end].endswith("\n"):
         text = _line_end(text)
     edits = [(span.start, span.end, text), *_Company(here, there, new).edits()]
-    result = pristine
-    for start, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
-        result = result[:start] + text + result[end:]
+    result = _inserted(pristine, edits)
     if result != pristine:
         try:
             parse(result)
@@ -56,6 +55,28 @@ def graft_all(pristine: str, submitted: str | bytes, qualnames: list[str]) -> st
     return pristine
 
 
+@lru_cache(maxsize=256)
+def with_new(pristine: str, submitted: str) -> str:
+    """`pristine` with everything of `submitted` that is new: functions, classes, values, imports, methods, attributes.
+
+    Nothing that the pristine text has is replaced; `untaken.changes` names what was left out for that. A statement is
+    taken for what it binds: one that only does something is not. GraftError if `submitted` is not Python.
+    """
+    here, there = parse(pristine), parse(_one_kind_of_newline(submitted))
+    result = _inserted(pristine, _Company(here, there).edits())
+    try:
+        parse(result)
+    except GraftError as error:
+        raise GraftError(f"what is new does not fit into the lesson's module: {error}") from None
+    return result
+
+
+def _inserted(text: str, edits: list[tuple[int, int, str]]) -> str:
+    for start, end, new in sorted(edits, key=lambda edit: edit[0], reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
 def _line_end(text: str) -> str:
     return text if text.endswith("\n") else f"{text}\n"
 
@@ -65,30 +86,38 @@ def _one_kind_of_newline(text: str) -> str:
 
 
 class _Company:
-    """The statements that a learner's function needs and the pristine module lacks, and where each belongs."""
+    """The statements that the pristine module lacks, and where each belongs: those that a function needs, or all."""
 
-    def __init__(self, here: Source, there: Source, function: ast.stmt) -> None:
+    def __init__(self, here: Source, there: Source, function: ast.stmt | None = None) -> None:
         self.here, self.there = here, there
         self.names: set[str] = set()  # what the function and its company read
         self.attributes: set[str] = set()
         self.own: set[str] = set()  # parameters and local variables
-        self._note(function)
+        self.everything = function is None
+        if function is not None:
+            self._note(function)
 
     def edits(self) -> list[tuple[int, int, str]]:
         """(start, end, text) for each insertion into the pristine text."""
         pairs = list(_bodies(self.here.tree.body, self.there.tree.body))
         known = [{name for node in ours for name in bound_names(node)} for ours, _, _ in pairs]
+        new = [self._new(*pair) if self.everything else set() for pair in pairs]
         carried: list[dict[int, ast.stmt]] = [{} for _ in pairs]  # place among the learner's statements -> statement
         size = -1
         while size != sum(map(len, carried)):  # what is carried may itself need more
             size = sum(map(len, carried))
-            for (_, theirs, in_class), have, taken in zip(pairs, known, carried, strict=True):
-                wanted = (self.attributes if in_class else self.names) - have
+            for (_, theirs, owner), have, more, taken in zip(pairs, known, new, carried, strict=True):
+                wanted = more if self.everything else (self.attributes if owner else self.names) - have
                 for at, node in enumerate(theirs):
                     if at not in taken and not is_main_guard(node) and (part := self._part(node, wanted, have)):
                         taken[at] = part
                         self._note(part)
         return [edit for pair, taken in zip(pairs, carried, strict=True) for edit in self._insertions(*pair[:2], taken)]
+
+    def _new(self, ours: Body, theirs: Body, owner: ast.ClassDef | None) -> set[str]:
+        """All names that may be added to a body: there is none of them, and none would take another's place."""
+        found = {name for node in theirs if not is_main_guard(node) for name in bound_names(node)}
+        return free(self.here, owner, found - {name for node in ours for name in bound_names(node)})
 
     def _note(self, node: ast.stmt) -> None:
         for item in ast.walk(node):
@@ -108,7 +137,7 @@ class _Company:
             return None if _same(node, self.here.tree.body) else node
         if isinstance(node, ast.Import | ast.ImportFrom):
             return self._import(node, wanted)
-        return node if wanted & (bound_names(node) | set(_changed(node))) else None
+        return node if wanted & (bound_names(node) | set(changed(node))) else None
 
     def _import(self, node: ast.Import | ast.ImportFrom, wanted: set[str]) -> ast.stmt | None:
         if any(item.name == "*" for item in node.names):
@@ -162,27 +191,15 @@ class _Company:
         return f"{indent}{self.there.text[start:end]}\n"
 
 
-def _bodies(ours: Body, theirs: Body, in_class: bool = False) -> Iterator[tuple[Body, Body, bool]]:
-    """The two module bodies, and the bodies of each class that both have."""
-    yield ours, theirs, in_class
+def _bodies(
+    ours: Body, theirs: Body, owner: ast.ClassDef | None = None
+) -> Iterator[tuple[Body, Body, ast.ClassDef | None]]:
+    """The two module bodies, and the bodies of each class that both have, with the pristine class."""
+    yield ours, theirs, owner
     classes = {node.name: node for node in statements(theirs) if isinstance(node, ast.ClassDef)}
     for node in statements(ours):
         if isinstance(node, ast.ClassDef) and node.name in classes:
-            yield from _bodies(node.body, classes[node.name].body, True)
-
-
-def _changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose values a statement changes: TABLE in `TABLE["a"] = 1` and in `TABLE.update(more)`."""
-    if isinstance(node, Function | ast.ClassDef):
-        return
-    for item in ast.walk(node):
-        stored = isinstance(item, ast.Subscript | ast.Attribute) and not isinstance(item.ctx, ast.Load)
-        called = isinstance(item, ast.Expr) and isinstance(item.value, ast.Call)
-        root = item.value.func if called else item if stored else None
-        while isinstance(root, ast.Subscript | ast.Attribute):
-            root = root.value
-            if isinstance(root, ast.Name):
-                yield root.id
+            yield from _bodies(node.body, classes[node.name].body, node)
 
 
 def _same(node: ast.stmt, body: Body) -> bool:

@@ -116,7 +116,7 @@ class Source:
         return "".join(lines)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def parse(text: str) -> Source:
     """The Source of a text, made once; nobody changes its tree."""
     return Source(text)

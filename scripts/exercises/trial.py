@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from exercises.alone import alone_in, judge_with, source
+from exercises.alone import alone_in, judge_with, left_out, source
 from exercises.folder import Marker, lesson_files, read_marker, version, write_folder
 from exercises.judge import judge
 from exercises.model import Exercise, choose, names_by_module, read_exercises, with_dependencies
@@ -29,7 +29,7 @@ class Report:
     seconds: float = 0.0
     test: str = ""  # the first that failed
     message: str = ""
-    note: str = ""  # with what else of the learner's it fails, though it passes without
+    note: str = ""  # with what else of the learner's it goes otherwise
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Trial:
     marker: Marker
     own_tests: bool  # the folder's own, as the course's lesson is another version
     reports: list[Report]
+    left_out: list[str]  # what the learner changed beside the exercises, which course grade does not take
 
     @property
     def passed(self) -> bool:
@@ -68,16 +69,17 @@ def try_folder(
         unready = {exercise.id: report for exercise in exercises if (report := _unready(lesson, exercise))}
         if own is not None:
             _lend(own, lesson, exercises)
+        left = left_out(own, lesson, exercises) if own is not None else []
         reports: list[Report] = []
         for exercise in _in_question(exercises, ids, unready):
             if any(report.status not in ("passed", "skipped") for report in reports):
                 report = Report(exercise, "not reached")
             else:
-                report = unready.get(exercise.id) or _run(lesson, own, exercise, exercises, unready, deadline)
+                report = unready.get(exercise.id) or _run(lesson, own, exercise, exercises, unready, left, deadline)
             shown = {key: getattr(report, key).replace(str(copy), str(folder)) for key in ("message", "note")}
             reports.append(replace(report, **shown))  # where the learner edits
             tell(reports[-1])
-    return Trial(marker, own is None, reports)
+    return Trial(marker, own is None, reports, left)
 
 
 def _in_question(exercises: list[Exercise], ids: Sequence[str], unready: dict[str, Report]) -> list[Exercise]:
@@ -149,22 +151,31 @@ def _run(
     exercise: Exercise,
     exercises: list[Exercise],
     unready: dict[str, Report],
+    left: list[str],
     deadline: float,
 ) -> Report:
-    """The report on an exercise that is written; `own` is the course's lesson, if the folder is of its version."""
+    """The report on an exercise that is written; `own` is the course's lesson, if the folder is of its version.
+
+    Where the learner changed more (`left`), what passes is run once more without that, as course grade does.
+    """
     verdict = judge(lesson.folder / "tests", exercise.tests, deadline)
     together = Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message)
-    if verdict.status in ("passed", "skipped"):
+    if verdict.status == "skipped" or (verdict.status == "passed" and not left):
         return together
     others = [other for other in exercises if other.id != exercise.id]
     if own is None:
         missing = [other.id for other in others if f"NotImplementedError: [{other.id}]" in verdict.output]
         return replace(together, status="not judged", message=_not_lent(missing[0])) if missing else together
-    texts = alone_in(own, lesson, exercise, others)
+    texts = alone_in(own, lesson, exercise)
     if not texts:
         return together
     alone = judge_with(texts, lesson, exercise, deadline)
     seconds = together.seconds + alone.seconds
+    if verdict.status == "passed":
+        if alone.status == "passed":
+            return replace(together, seconds=seconds)
+        note = f"right only with what else you changed: {', '.join(left)}"
+        return Report(exercise, alone.status, seconds, alone.test, alone.message, note)
     if alone.status != "passed":
         first = verdict if alone.test == verdict.test else alone
         return Report(exercise, first.status, seconds, first.test, first.message)

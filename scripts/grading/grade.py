@@ -13,16 +13,18 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from exercises.model import Exercise
+from exercises.graft import with_new
+from exercises.model import Exercise, read_exercises
 from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
+from exercises.untaken import changes, used
 from faults import UserError
 from grading.beside import modules_beside
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
+from grading.runner import LOADING
 from grading.naming import find_module, names_like
 from grading.submissions import Work
-from grading.untaken import untaken
 from lessons import Lesson
 
 STATUSES = ("correct", "incorrect", "not attempted", "blocked", "error")
@@ -77,7 +79,7 @@ def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
 def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
     """One exercise."""
     try:
-        cuts = cut(judge.lesson, judge, exercise, work)
+        cuts = _cut_all(judge, exercise, work)
     except NotAttempted as missing:
         return Result(exercise.id, "not attempted", 0, exercise.points, str(missing))
     except Blocked as blocked:
@@ -85,17 +87,61 @@ def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
         evidence = {key: value for key, value in place.items() if value is not None}
         return Result(exercise.id, "blocked", 0, exercise.points, str(blocked), evidence)
     verdict = judge.judge(exercise, {module: cut.grafted for module, cut in cuts.items()})
+    if verdict.status == "incorrect" and verdict.test == LOADING:  # a new line may be at fault that it does not use
+        fewer = cut(judge.lesson, judge, exercise, work, everything=False)
+        if {module: each.grafted for module, each in fewer.items()} != {m: each.grafted for m, each in cuts.items()}:
+            cuts, verdict = fewer, judge.judge(exercise, {module: each.grafted for module, each in fewer.items()})
     result = _result(exercise, verdict, list(cuts.values()))
-    if result.status == "incorrect" and (kept := _untaken(judge, exercise, cuts)):
-        result.reason += f" (with the lesson's own {', '.join(kept)}, not with yours)"
+    if result.status == "incorrect" and (left := not_taken(judge, exercise, work)):
+        result.evidence["not_taken"] = left
     result.files = sorted(cut.file for cut in cuts.values())
-    result.published = all(cut.grafted == judge.layout.source(module) for module, cut in cuts.items())
+    result.published = all(_is_published(judge, module, cuts[module], exercise) for module in exercise.by_module)
     return result
 
 
-def _untaken(judge: Judge, exercise: Exercise, cuts: dict[str, Cut]) -> list[str]:
-    parts = exercise.by_module.items()
-    return [name for module, names in parts for name in untaken(judge.layout.source(module), cuts[module].text, names)]
+def _cut_all(judge: Judge, exercise: Exercise, work: Work) -> dict[str, Cut]:
+    """With all that is new; if that cannot be, the exercise may do without."""
+    try:
+        return cut(judge.lesson, judge, exercise, work)
+    except Blocked:
+        return cut(judge.lesson, judge, exercise, work, everything=False)
+
+
+def _is_published(judge: Judge, module: str, cut: Cut, exercise: Exercise) -> bool:
+    pristine = judge.layout.source(module)
+    return graft_all(pristine, cut.text, exercise.by_module[module]) == pristine
+
+
+def not_taken(judge: Judge, exercise: Exercise, work: Work) -> list[str]:
+    """What the student changed of the lesson's own code, and the exercise was judged without: "module.qualified.name".
+
+    Functions of other exercises are named only if this one uses them.
+    """
+    others = {name for other in read_exercises(judge.lesson) for name in other.functions}
+    texts = _texts(judge, work)
+    words = {word for module, names in exercise.by_module.items() for word in used(texts[module][1], names)}
+    found = []
+    for module, (_, text) in texts.items():
+        names = [f"{module}.{name}" for name in changes(judge.layout.source(module), text)]
+        names = [name for name in names if name not in exercise.functions]
+        found += [name for name in names if name not in others or name.rpartition(".")[2] in words]
+    return found
+
+
+def _texts(judge: Judge, work: Work) -> dict[str, tuple[str, str]]:
+    """{module: (path, text)} of the lesson's modules that were handed in, can be read, and are not as the course's."""
+    found = {}
+    for module in sorted(path.stem for path in judge.lesson.modules()):
+        pristine = judge.layout.source(module)
+        try:
+            path = find_module(work.handed, judge.lesson, module)
+            text = "" if path is None else decode(work.handed.files[path])
+            parse(text)
+        except UserError:
+            continue  # an exercise that asks for it says what is wrong
+        if path is not None and pristine is not None and text != pristine:
+            found[module] = (path, text)
+    return found
 
 
 def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
@@ -106,11 +152,11 @@ def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
     return Result(exercise.id, verdict.status, points, exercise.points, verdict.reason, evidence, **more)
 
 
-def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[str, Cut]:
+def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work, everything: bool = True) -> dict[str, Cut]:
     """The lesson's modules with the student's functions of this exercise in them, and new modules that these import.
 
-    Raises NotAttempted, or Blocked with file and line. What is wrong elsewhere in a file, but leaves it Python, does
-    not matter: only these functions are taken.
+    With all that is new in the student's modules of the lesson, of which nothing replaces what the lesson has; or only
+    with what these functions use (`everything` is False). Raises NotAttempted, or Blocked with file and line.
     """
     if work.handed is None:
         raise NotAttempted("nothing was handed in")
@@ -130,14 +176,19 @@ def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work) -> dict[st
         missing += _missing(text, names, shown)
         if not missing:
             stubs += [is_stub(text, name) for name in names]
-            cuts[module] = Cut(shown, text, _graft(judge.layout.source(module), text, names, shown), "")
-            cuts[module].path = judge.layout.path(module)
-            beside |= modules_beside(work.handed, path, cuts[module].grafted, judge.layout)
+            grafted = _graft(judge.layout.source(module), text, names, shown, everything)
+            cuts[module] = Cut(shown, text, grafted, judge.layout.path(module))
+            beside |= modules_beside(work.handed, path, grafted, judge.layout)
     if missing:
         problems = work.handed.problems
         raise NotAttempted("; ".join(missing + problems[:3]))
     if all(stubs):
         raise NotAttempted("still as in the starter")
+    for module, (path, text) in _texts(judge, work).items() if everything else ():
+        more = _with_new(judge.layout.source(module), text)
+        if module not in cuts and more != judge.layout.source(module):
+            cuts[module] = Cut(work.handed.origins.get(path, path), text, more, judge.layout.path(module))
+            beside |= modules_beside(work.handed, path, more, judge.layout)
     for module, path in beside.items():
         shown = work.handed.origins.get(path, path)
         text = _text(work.handed.files[path], shown)
@@ -167,8 +218,15 @@ def _missing(text: str, names: list[str], shown: str) -> list[str]:
     return found
 
 
-def _graft(pristine: str, text: str, names: list[str], shown: str) -> str:
+def _graft(pristine: str, text: str, names: list[str], shown: str, everything: bool) -> str:
     try:
-        return graft_all(pristine, text, names)
+        return graft_all(_with_new(pristine, text) if everything else pristine, text, names)
     except GraftError as error:
         raise Blocked(error.reason, shown, error.line) from None
+
+
+def _with_new(pristine: str, text: str) -> str:
+    try:
+        return with_new(pristine, text)
+    except GraftError:
+        return pristine  # it does not fit together: only what is used is taken

@@ -19,6 +19,7 @@ SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": 
 APART = (
     "each run was kept apart: it saw nobody's files, no other process, no network; it wrote into its own folder alone"
 )
+OWN_CODE = "Each exercise is judged in the lesson's own code, to which only what is new in yours was added."
 PUBLISHED = "Everybody can read these. Short ones many find by themselves; of a long one, ask how it works."
 
 
@@ -96,6 +97,9 @@ def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
     if evidence.get("file"):
         place = f"{evidence['file']}:{evidence['line']}" if evidence.get("line") else evidence["file"]
         lines.append(f"- in: {_code(place)}")
+    if evidence.get("not_taken"):
+        names = ", ".join(map(_code, evidence["not_taken"][: looked.SHOWN]))
+        lines.append(f"- not taken: your changes in {names}. {OWN_CODE}")
     if evidence.get("lines"):
         marked = [f"{'>' if n == evidence.get('line') else ' '} {n:4} {text}" for n, text in evidence["lines"]]
         lines += ["", *_block("python", "\n".join(marked))]

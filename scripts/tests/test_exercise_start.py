@@ -249,6 +249,21 @@ class TestTry(Learner):
         self.rings.with_name("gears.py").write_text("def mesh(:\n")
         self.assertRegex(self.tried(code=1), r"(?m)^turn  passed .*\nroll  broken$")
 
+    def test_what_course_grade_does_not_take_is_named_and_does_not_help(self):
+        self.start()
+        self.write("self.size = size", "self.size = self.width = size")
+        self.solve(0, "return rest(ring) + ring[:1]")
+        self.rings.write_text(self.rings.read_text() + "\n\ndef rest(ring):\n    return ring[1:]\n")
+        self.solve(1, "return distance / self.size")
+        text = self.tried(code=0)
+        self.assertIn("You changed more of the lesson's own code: rings.Wheel.__init__\nThat is not taken by", text)
+        self.write("return distance / self.size", "return distance / self.width")
+        text = self.tried(code=1)
+        self.assertRegex(text, r"(?m)^turn  passed .*\nroll  failed ")
+        self.assertIn("roll is right only with what else you changed: rings.Wheel.__init__\n", text)
+        self.assertIn("has no attribute 'width'", text)
+        self.assertEqual(json.loads(self.tried("--json", code=1))["left_out"], ["rings.Wheel.__init__"])
+
     def test_json(self):
         self.start()
         self.solve(0, "return ring[1:] + ring[:1]")

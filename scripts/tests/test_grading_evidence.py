@@ -48,9 +48,10 @@ class TestEvidence(Grading):
         self.put("in/s1/code/rings.py", text.replace("fmod(distance, self.size)", "fmod(distance, 3)"))
         self.assertEqual(self.grade("--only", "s1"), 0, self.out)
         self.assertEqual(self.statuses("s1"), ["incorrect", "incorrect"])
-        reasons = [item["reason"] for item in self.report("s1")["exercises"]]
-        self.assertEqual(reasons[0], "a test failed (with the lesson's own HOURS, not with yours)")
-        self.assertEqual(reasons[1], "a test failed")
+        left = [item["evidence"]["not_taken"] for item in self.report("s1")["exercises"]]
+        self.assertEqual(left, [["rings.HOURS"]] * 2)
+        told = "- not taken: your changes in `rings.HOURS`. Each exercise is judged in the lesson's own code, "
+        self.assertEqual(self.text("out/s1/report.md").count(told), 2)
 
     def test_half_a_surrogate_in_a_message_ends_nothing(self):
         self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, "raise ValueError('\u00d6 \\udc80')"))
