@@ -64,6 +64,7 @@ def copy_course(course: Course, root: Path) -> None:
 def check_text(course: Course, text: Path, root: Path, args: argparse.Namespace, report: dict) -> None:
     """Run one text's commands in the copy at `root`, in their order, since one may use what another wrote."""
     folder = root / (text.parent.parent if text.name == "en.md" else "")
+    shutil.rmtree(root / "learn", ignore_errors=True)  # `course start` of another text: it would not overwrite that
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     for quoted in quoted_commands(Document(read_text(course.root / text) or "")):
         place = f"{text.as_posix()}:{quoted.line}"

@@ -11,7 +11,10 @@ _PLACEHOLDER = re.compile(r"<|\$|\b[A-Z][A-Z_]{2,}\b(?!/)|\b(?:NN|DIR|FILE|PLAN|
 OTHER_PLACES = {
     "needs GPUs": re.compile(r"\bnccl\b"),
     "installs something": re.compile(r"\bpip\b|\bvenv\b|\bapt\b"),
-    "runs tests, which CI does by itself": re.compile(r"\bunittest\b|\bpytest\b|course(?:\.py)? test\b"),
+    "runs tests, which CI does by itself": re.compile(
+        r"\bunittest\b|\bpytest\b|course(?:\.py)? (?:test\b|check-exercises$)"
+    ),
+    "asks a reader at the terminal": re.compile(r"course(?:\.py)? quiz \d+$"),
     "judges a learner's folder, in which nothing is solved yet": re.compile(r"\bcourse(?:\.py)? try\b"),
     "needs several hosts": re.compile(r"--nnodes"),
 }

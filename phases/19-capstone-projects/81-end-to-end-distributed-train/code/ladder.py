@@ -206,8 +206,8 @@ def climb(plan: Plan, recipe: Recipe, processes: bool = False) -> Rung:
     return compare(plan, recipe, logs, "processes" if processes else "virtual", time.perf_counter() - began)
 
 
-COLUMNS = ("plan", "where", "golden run", "norm off", "sent", "predicted", "held", "predicted", "s")
-WIDTHS = "{:<31}  {:<9}  {:<14}  {:<8}  {:>9}  {:>9}  {:>7}  {:>9}  {:>5}"
+COLUMNS = ("plan", "where", "golden run", "norm off", "sent", "predicted", "held", "predicted", "time")
+WIDTHS = "{:<31}  {:<9}  {:<14}  {:<8}  {:>9}  {:>9}  {:>7}  {:>9}  {:>6}"
 
 
 def line(rung: Rung) -> str:
@@ -215,7 +215,7 @@ def line(rung: Rung) -> str:
     agreement = "bitwise" if rung.bitwise else f"off {rung.loss_off:.1e}"
     costs = [f"{n:,}" for n in (rung.sent, rung.sent_predicted, rung.held, rung.held_predicted)]
     text = WIDTHS.format(
-        rung.plan, rung.where, agreement, f"{rung.norm_off:.1e}", *costs, f"{rung.seconds:.1f}"
+        rung.plan, rung.where, agreement, f"{rung.norm_off:.1e}", *costs, f"{rung.seconds:.1f} s"
     ).rstrip()
     return text + "".join(f"\n  FAIL  {fault}" for fault in rung.faults[:1])
 
