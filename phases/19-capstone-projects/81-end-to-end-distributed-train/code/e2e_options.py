@@ -62,7 +62,11 @@ def refuse_what_does_not_go_together(parser: argparse.ArgumentParser, args: argp
             parser.error(f"the drill of an operated run is --inject nan@{args.inject_nan}")
         if args.bench or args.ladder:
             parser.error("--operate, --inject and --real are not for --bench or --ladder")
+        if args.fresh and args.resume:
+            parser.error(f"--resume {auto} goes on with an earlier run, --fresh deletes it")
     else:
+        if args.fresh:
+            parser.error("--fresh needs --operate")
         if args.resume == auto:
             parser.error(f"--resume {auto} needs --operate; the core run needs the folder of a checkpoint")
         if args.every or args.minutes:
@@ -98,5 +102,14 @@ def make_job(args: argparse.Namespace) -> Job:
         resume=args.resume,
         inject_nan=(args.inject_nan, args.world_size - 1) if args.inject_nan else None,
     )
-    Batches(corpus.train, job.rows_of(args.world_size), job.seq, job.seed)  # raises if there are too many rows
+    check_rows(job, args.world_size)
     return job
+
+
+def check_rows(job: Job, world_size: int) -> None:
+    """Raise ValueError, naming the flag, if the corpus has not as many sequences as a step is to have."""
+    rows = job.rows_of(world_size)
+    try:
+        Batches(job.corpus.train, rows, job.seq, job.seed)
+    except ValueError as error:
+        raise ValueError(f"--rows {rows}{'' if job.rows else f' ({job.batch} a rank)'}: {error}") from None

@@ -18,6 +18,7 @@ import torch
 import wire  # 76: tensors as bytes
 from checkpoint import load_sharded  # 80: all shards of a checkpoint, verified
 from corpus import make_corpus, synthetic  # 81: what the model reads
+from earlier_run import check_metrics  # 81: that a file to be written to is one of metrics
 from e2e_options import CHECKPOINT_STEP  # 81: the run is saved after this step
 from endings import say_why  # 76: a line in the place of a traceback
 from flat import flat_param_numel  # 77: number of parameters
@@ -75,7 +76,8 @@ def run_e2e(world_size: int, steps: int, workdir: Path | str | None = None) -> d
 def verify_resume(ckpt_dir: Path | str, expected_world_size: int, masters: dict | list) -> bool:
     """Say whether a checkpoint holds exactly these fp32 parameters: `masters[rank]`, compared bit for bit.
 
-    Raises CheckpointError if the checkpoint cannot be loaded by so many ranks, ValueError if a master is missing.
+    Raises CheckpointError if the checkpoint cannot be loaded by so many ranks, ValueError, with their number, unless
+    there is a tensor for each of them.
     """
     found = [masters[rank] for rank in sorted(masters)] if isinstance(masters, dict) else list(masters)
     if len(found) != expected_world_size or not all(isinstance(master, torch.Tensor) for master in found):
@@ -204,8 +206,6 @@ def write_metrics(path: Path, rows: list[dict], start: int) -> None:
     """Write a line a step; a run that was resumed after `start` steps goes on there in the file that it finds."""
     if not demo.is_main():
         return
-    if start == 0:
-        path.unlink(missing_ok=True)
     with MetricsFile(path, position=start) as file:
         for row in rows:
             file.write(row)
@@ -213,7 +213,9 @@ def write_metrics(path: Path, rows: list[dict], start: int) -> None:
 
 def demonstrate(args: argparse.Namespace) -> int:
     """Train, show what happened, check what is claimed; return the exit code."""
-    job = e2e_options.make_job(args)
+    job, metrics = e2e_options.make_job(args), args.out / "metrics.jsonl"
+    if demo.is_main():
+        check_metrics(metrics)  # before the work, not after it
     logs = run_ranks(train, args.world_size, job, backend=args.backend)
     claims = demo.Claims()
     show_steps(logs[0], job)
@@ -228,7 +230,7 @@ def demonstrate(args: argparse.Namespace) -> int:
             check_other_ranks(claims, args.world_size, job, args.backend)
         if all(holds for _, holds in claims.checked):
             demo.say("\nRESUME VERIFIED")
-    write_metrics(args.out / "metrics.jsonl", logs[0]["rows"], logs[0]["start"])
+    write_metrics(metrics, logs[0]["rows"], logs[0]["start"])
     return claims.verdict(f"a GPT of {logs[0]['parameters']:,} parameters, trained on {args.world_size} ranks")
 
 

@@ -65,10 +65,14 @@ def operate(rank: int, world_size: int, job: Job, operations: Operations, comm=N
     rollbacks were no help.
     """
     check(job, operations, world_size)
-    trainer = Trainer(job, rank, world_size, comm)
+    with StopSignals() as stop:  # first: to be asked to stop while it starts is no reason to die
+        return _take_all(Trainer(job, rank, world_size, comm), operations, stop, clock)
+
+
+def _take_all(trainer: Trainer, operations: Operations, stop: StopSignals, clock) -> dict:
+    """Take the steps of a run until it is over."""
     must_agree(trainer.comm, "operations", operations.facts())  # on several nodes, command lines may differ
-    alone = alone_in(job.folder, Team.of_comm(trainer.comm))
-    with StopSignals() as stop, alone, Run(trainer, operations, clock) as run:
+    with alone_in(trainer.job.folder, Team.of_comm(trainer.comm)), Run(trainer, operations, clock) as run:
         while (step := run.next_step()) is not None:
             run.prepare(step, stop)
             try:
@@ -157,11 +161,21 @@ class Run:
     def go_back(self, step: int, fault: Exception) -> None:
         """Load an older checkpoint, parameters and all, since step `step` has gone wrong."""
         position = self.recovery.back_to(step, self.checkpoints.positions, fault)
+        self._refuse_to_leave_out_the_end(position, fault)
         self.trainer.load(self.checkpoints.go_back(position))
         self.reports.rewind(position, f"{fault}; all ranks go back to step {position}")
         self.log["rows"] = [row for row in self.log["rows"] if row["step"] <= position]
         self.log["rollbacks"].append({"step": step, "position": position, "why": str(fault)} | self._hash())
         self.log["position"] = position
+
+    def _refuse_to_leave_out_the_end(self, position: int, fault: Exception) -> None:
+        """A run that leaves out its last steps would end with what a checkpoint holds, and look as if it had finished.
+
+        Nothing is changed: the checkpoints that there are stay.
+        """
+        if self.recovery.next_step(position) > self.job.steps:
+            left_out = f"steps {position + 1} to {self.job.steps} would be left out, and none is left after them"
+            raise type(fault)(f"{fault}; it came again: {left_out}") from fault
 
     def _look(self, step: int) -> dict:
         if not self.operations.exams or (step % self.job.exam_every and step != self.job.steps):

@@ -3,22 +3,20 @@
 import argparse
 import math
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import demo  # 76
+from earlier_run import CHECKPOINTS, METRICS, TENSORBOARD, make_room
 from inject import parse_drill
 from job import Job
-from manifest import CheckpointError  # 80
 from metrics import read_metrics
 from operate import Operations, check, operate
-from ranks import run_ranks  # 76
-from saving import alone_in
-from team import Team  # 80
+from ranks import check_launch, run_ranks  # 76
 from train import train
 
 MINUTES = 10.0  # between two checkpoints, at most
+STOP_WITHIN = 60.0  # seconds for a step and a checkpoint, when asked to stop
 AUTO = Path("auto")  # --resume auto: from the newest checkpoint, if there is one
 
 
@@ -29,6 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--every", type=demo.positive, metavar="K", help="so operated: a checkpoint every K steps (5; --real: 100)"
     )
     parser.add_argument("--minutes", type=_minutes, metavar="T", help="and when the last is T minutes old (10)")
+    parser.add_argument("--fresh", action="store_true", help="and first delete what an earlier one has left")
     parser.add_argument(
         "--inject",
         type=_drill,
@@ -59,19 +58,8 @@ def _minutes(text: str) -> float:
 def demonstrate(args: argparse.Namespace, job: Job) -> int:
     """Run the job under operations, show what happened, check what is claimed; return the exit code."""
     folder = demo.out_dir(args) / "operated"
-    operations = Operations(
-        checkpoint_every_steps=args.every,
-        checkpoint_every_minutes=args.minutes,
-        metrics=folder / "metrics.jsonl",
-        tensorboard=folder / "tensorboard",
-        progress=True,
-        digests=True,
-        inject=tuple(args.inject),
-    )
-    job = for_operation(job, folder)
-    check(job, operations, args.world_size)
-    clear(args, folder)
-    logs = run_ranks(operate, args.world_size, job, operations, backend=args.backend)
+    job, operations = for_operation(job, folder), operations_of(args, folder, digests=True)
+    logs = run(args, job, operations, folder)
     show(logs[0], job)
     if logs[0]["start"] == job.steps:
         demo.say(f"the run had done its {job.steps} steps before: nothing is left to do")
@@ -81,7 +69,7 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
     check_rollbacks(claims, logs)
     check_metrics(claims, logs[0], operations)
     if logs[0]["stopped"]:
-        demo.say(f"asked to stop: saved after step {logs[0]['position']}; --operate --resume auto goes on")
+        say_stopped(logs[0], job, "--operate")
     else:
         check_same_run(claims, logs, job, args, read_metrics(operations.metrics))
     return claims.verdict(f"a run of {logs[0]['position']} steps on {args.world_size} ranks, operated")
@@ -89,22 +77,41 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
 
 def for_operation(job: Job, folder: Path) -> Job:
     """Return the job as operations want it: they say when to save and resume; the checkpoints are in `folder`."""
-    return replace(job, save_at=(), resume=None, folder=folder / "checkpoints")
+    return replace(job, save_at=(), resume=None, folder=folder / CHECKPOINTS)
 
 
-def clear(args: argparse.Namespace, folder: Path) -> None:
-    """Delete what an earlier demonstration has left, unless this one goes on with it.
+def operations_of(args: argparse.Namespace, folder: Path, **more) -> Operations:
+    """Return the operations that the command line describes, with `more` settings; what they write is in `folder`."""
+    return Operations(
+        checkpoint_every_steps=args.every,
+        checkpoint_every_minutes=args.minutes,
+        resume=goes_on(args),
+        metrics=folder / METRICS,
+        tensorboard=folder / TENSORBOARD,
+        progress=True,
+        inject=tuple(args.inject),
+        **more,
+    )
 
-    Raises CheckpointError if a run is going on there, or something cannot be deleted.
-    """
-    if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and demo.is_main():
-        with alone_in(folder / "checkpoints", Team.of_one_process(1)):
-            if any((folder / "checkpoints").glob("step_*")):
-                demo.say(f"an earlier run in {folder} is deleted (--resume {AUTO} would go on with it)")
-            try:
-                shutil.rmtree(folder)
-            except OSError as error:
-                raise CheckpointError(f"{folder}: an earlier run cannot be deleted: {error}") from None
+
+def goes_on(args: argparse.Namespace) -> bool:
+    """Say whether to go on from the newest checkpoint: when told to, or when torchrun has started the run again."""
+    return args.resume is not None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def run(args: argparse.Namespace, job: Job, operations: Operations, folder: Path) -> list[dict]:
+    """Run the job on its ranks; return their logs. What can be refused is refused before anything is deleted."""
+    check(job, operations, args.world_size)
+    check_launch(operate, args.world_size, args.backend, stop_within=STOP_WITHIN)
+    if demo.is_main() and make_room(folder, goes_on(args), args.fresh):
+        demo.say(f"the earlier run in {folder} was deleted")
+    return run_ranks(operate, args.world_size, job, operations, backend=args.backend, stop_within=STOP_WITHIN)
+
+
+def say_stopped(log: dict, job: Job, flags: str) -> None:
+    """Tell that a run ended early because it was asked to."""
+    saved = job.folder / f"step_{log['position']}"
+    demo.say(f"asked to stop: saved after step {log['position']}, in {saved}; {flags} --resume {AUTO} goes on")
 
 
 def show(log: dict, job: Job) -> None:

@@ -10,10 +10,9 @@ import operate_demo
 import real_text
 import torch
 from checkpoint import load_sharded  # 80
+from e2e_options import check_rows
 from job import Job
 from metrics import read_metrics
-from operate import Operations, check, operate
-from ranks import run_ranks  # 76
 from train import held_masters
 
 MODEL = {"dim": 384, "heads": 6, "blocks": 6}
@@ -25,7 +24,7 @@ def make_job(args: argparse.Namespace) -> Job:
     """Return the job: warm-up for a tenth of the steps, then half a cosine down to a tenth of the rate."""
     text = real_text.standard_library()
     demo.say(real_text.describe(text))
-    return Job(
+    job = Job(
         real_text.bytes_corpus(text),
         steps=args.steps,
         rows=args.rows or ROWS,
@@ -38,25 +37,16 @@ def make_job(args: argparse.Namespace) -> Job:
         seed=args.seed,
         exam_every=max(1, args.steps // LOOKS),
     )
+    check_rows(job, args.world_size)
+    return job
 
 
 def demonstrate(args: argparse.Namespace, job: Job) -> int:
     """Run the job under operations, show its loss curve, check what is claimed; return the exit code."""
     folder = demo.out_dir(args) / "real"
-    operations = Operations(
-        checkpoint_every_steps=args.every,
-        checkpoint_every_minutes=args.minutes,
-        keep_last=2,  # of 12 bytes a parameter
-        metrics=folder / "metrics.jsonl",
-        tensorboard=folder / "tensorboard",
-        progress=True,
-        exams=True,
-        inject=tuple(args.inject),
-    )
     job = operate_demo.for_operation(job, folder)
-    check(job, operations, args.world_size)
-    operate_demo.clear(args, folder)
-    logs = run_ranks(operate, args.world_size, job, operations, backend=args.backend)
+    operations = operate_demo.operations_of(args, folder, keep_last=2, exams=True)  # two, of 12 bytes a parameter
+    logs = operate_demo.run(args, job, operations, folder)
     if logs[0]["start"] == job.steps:
         demo.say(f"the run had done its {job.steps} steps before: nothing is left to do")
         return 0
@@ -66,7 +56,7 @@ def demonstrate(args: argparse.Namespace, job: Job) -> int:
     check_ranks(claims, logs)
     operate_demo.check_metrics(claims, logs[0], operations)
     if logs[0]["stopped"]:
-        demo.say(f"asked to stop: saved after step {logs[0]['position']}; --real --resume auto goes on")
+        operate_demo.say_stopped(logs[0], job, "--real")
     else:
         check_losses(claims, logs[0], job)
         check_checkpoint(claims, logs[0], job, args.world_size)

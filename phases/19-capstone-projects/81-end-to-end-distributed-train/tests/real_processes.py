@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 MAIN = Path(__file__).resolve().parents[1] / "code" / "main.py"
@@ -13,10 +14,14 @@ DEADLINE = 600  # seconds: a hang is a failure, but many tests share few cores
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
+# In a shell's background Ctrl-C is ignored by all, and so it would be by what is started here.
+HEARING = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if os.name == "posix" else {}
+
+
 def start(words: list, cwd: Path, **environment: str) -> subprocess.Popen:
     """Start a command in `cwd`, in a session of its own; both its outputs are one."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen([str(word) for word in words], cwd=cwd, env=os.environ | environment, **options)
+    return subprocess.Popen([str(word) for word in words], cwd=cwd, env=os.environ | environment, **options, **HEARING)
 
 
 def finish(process: subprocess.Popen, cwd: Path) -> tuple[int, str]:

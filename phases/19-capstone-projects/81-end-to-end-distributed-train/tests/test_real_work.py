@@ -20,6 +20,7 @@ import demo
 import e2e_options
 import loss_curve
 import operate as operating
+import operate_demo
 import real_text
 import real_work
 import torch
@@ -142,11 +143,11 @@ class TestRealWork(unittest.TestCase):
             cls.kept["logs"] = whole(*args, **options)
             return cls.kept["logs"]
 
-        whole, out = real_work.run_ranks, io.StringIO()
+        whole, out = operate_demo.run_ranks, io.StringIO()
         command = ["main.py", "--real", "--world-size", "2", "--every", "25", "--out", str(cls.out), *more]
         with (
             mock.patch.object(real_work, "make_job", return_value=job),
-            mock.patch.object(real_work, "run_ranks", run_ranks),
+            mock.patch.object(operate_demo, "run_ranks", run_ranks),
             mock.patch.object(sys, "argv", command),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(io.StringIO()),
@@ -197,7 +198,7 @@ class TestRealWork(unittest.TestCase):
         self.assertEqual(self.claims(real_work.check_checkpoint, {"rows": [early]}, job, 2), [False])
 
     def test_the_job_is_one_of_ten_million_parameters(self):
-        args = Namespace(steps=300, rows=None, seed=7)
+        args = Namespace(steps=300, rows=None, seed=7, world_size=4)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             job = real_work.make_job(args)
         self.assertIn("standard library of Python", out.getvalue())
