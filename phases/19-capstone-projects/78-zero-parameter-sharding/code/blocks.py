@@ -47,7 +47,8 @@ def plan_blocks(module: nn.Module, named: list, blocks: list[nn.Module] | None) 
 
     `named` are the parameters that are trained. Units come in the order in which backward finishes them: the last
     block's first, the root's last. A parameter of two blocks (a tied one) belongs to the root. Raises ValueError for a
-    block that is not inside the module, is never called, or lies inside another block.
+    block that is not inside the module, is never called, or lies inside another block, and, with the beginning of its
+    repr, for `blocks` that are no list, tuple or ModuleList.
     """
     if not isinstance(blocks, list | tuple | nn.ModuleList | type(None)):
         raise ValueError(f"blocks must be a list of modules, got {blocks!r:.100}")

@@ -62,7 +62,7 @@ class Gradients:
     def reduce(self) -> None:
         """Give each rank the mean gradient of its shard: launch what has not left, wait for all. Again: do nothing.
 
-        Raises RuntimeError if a gradient has come since that would be lost.
+        Raises RuntimeError, with the parameter's name, if a gradient has come since that would be lost.
         """
         if self.reduced or self.arrived:
             for slot in (slot for unit in self.units for slot in unit.slots):

@@ -21,7 +21,9 @@ def split_groups(module: nn.Module, named: list, groups: list[dict] | None, defa
     `groups` is as for torch's optimizers, None for one group of all. There are as many groups as given, also where one
     is empty, and one more if some parameters are in none. A frozen parameter may be named; it is left out.
 
-    Raises ValueError for a parameter that is in two groups or not the module's, and for an unknown setting.
+    Raises ValueError, with the index of the group, for one that is no dict with `params`; with the setting's name, too,
+    for an unknown one; with the position in the group, too, for what is no parameter of the module or comes a second
+    time, and then also with the index of the group it came in first.
     """
     trained, known = {param for _, param in named}, set(module.parameters())
     result, place = [], {}

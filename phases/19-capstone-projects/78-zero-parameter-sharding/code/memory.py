@@ -33,7 +33,7 @@ def model_state_bytes(
 
     Stage 0 is plain data parallelism; stage 1 shards optimizer state, 2 gradients too, 3 parameters too. Without a
     `master`, since fp32 parameters can be their own, the state is 8. Source: Rajbhandari et al. 2020, with ceil(P/N)
-    for a shard.
+    for a shard. Raises ValueError, with its name and value, for an argument that is no whole number in its range.
     """
     check_whole("p_params", p_params, least=1)
     check_whole("stage", stage, least=0)
@@ -49,7 +49,10 @@ def model_state_bytes(
 
 
 def memory_table(p_params: int, world_size: int, stage: int = 1) -> str:
-    """Return a table of bytes a rank for plain DDP and all stages in fp32, and how far this stage lowers the sum."""
+    """Return a table of bytes a rank for plain DDP and all stages in fp32, and how far this stage lowers the sum.
+
+    Raises ValueError for the arguments for which `model_state_bytes` does.
+    """
     rows, totals, chosen = [], [], sum(model_state_bytes(p_params, world_size, stage).values())
     for each, name in enumerate(STAGES):
         held = model_state_bytes(p_params, world_size, each)

@@ -532,7 +532,7 @@ class TestGradientsOfTheUser(unittest.TestCase):
             put_gradients(module, comm.rank, 0)
             optimizer.clip_grad_norm_(1.0)
             module(torch.ones(2, 3)).sum().backward()
-            with self.assertRaisesRegex(RuntimeError, "scale got a gradient after all were reduced"):
+            with self.assertRaisesRegex(RuntimeError, r"\bscale\b"):
                 optimizer.step()
             optimizer.zero_grad()  # starts anew
             put_gradients(module, comm.rank, 1)
