@@ -116,6 +116,8 @@ def _refuse(target: Path, others: set[Path]) -> None:
 
 def _read(path: Path) -> tuple[dict | None, float, dict]:
     """Return (rank, world_size and step; seconds; state) of one file; (None, 0.0, tensors) for a foreign one."""
+    if path.exists() and not path.is_file():  # a pipe would wait for one who writes
+        raise CheckpointError(f"{path}: expected a plain file")
     try:
         with _codec(module="safetensors").safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

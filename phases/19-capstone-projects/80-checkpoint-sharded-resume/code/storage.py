@@ -136,9 +136,13 @@ class Storage:
         return kinds.get(stat.S_IFMT(found.st_mode), "special file"), found.st_size
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a file for reading, unbuffered. A link is refused by the system."""
-        no_links = getattr(os, "O_NOFOLLOW", 0)
-        return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | no_links))
+        """Open a file for reading, unbuffered. A link is refused by the system, and what is no plain file here."""
+        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for one who writes
+        file = open(path, "rb", buffering=0, opener=lambda name, given: os.open(name, given | flags))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "expected a plain file, found a special file", str(path))
+        return file
 
     def read(self, path: Path) -> bytes:
         """Return all bytes of a file."""

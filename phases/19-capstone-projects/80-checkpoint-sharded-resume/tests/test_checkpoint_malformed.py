@@ -17,7 +17,8 @@ import torch
 from bitwise import same, small_states
 from checkpoint import load_sharded, save_sharded
 from manifest import MANIFEST, CheckpointError, ShardManifest
-from storage import CrashingStorage
+from safetensors_files import from_safetensors
+from storage import DISK, CrashingStorage
 
 STATES = small_states(2)
 
@@ -242,6 +243,20 @@ class ShardFile(Damaged):
             (self.folder / "rank0.bin").unlink()
             os.mkfifo(self.folder / "rank0.bin")  # opening it would wait for ever
             self.refuse("rank0.bin: expected a plain file, found a special file")
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "needs named pipes")
+    def test_a_pipe_is_refused_whoever_opens_it(self):
+        for name in ("rank0.bin", "manifest.json"):
+            (self.folder / name).unlink()
+            os.mkfifo(self.folder / name)
+            for read in (DISK.open, DISK.read):
+                with self.assertRaises(OSError) as caught:
+                    read(self.folder / name)
+                self.assertEqual(caught.exception.filename, str(self.folder / name))
+                self.assertEqual(caught.exception.strerror, "expected a plain file, found a special file")
+        (self.folder / "manifest.json").rename(self.folder / "rank0.safetensors")
+        with self.assertRaisesRegex(CheckpointError, "rank0.safetensors: expected a plain file"):
+            from_safetensors(self.folder, self.folder.parent / "other")
 
     def test_swapped_shards_with_a_mended_manifest(self):
         (self.folder / "rank0.bin").write_bytes(self.good["rank1.bin"])

@@ -13,6 +13,7 @@ from manifest import MANIFEST, CheckpointError
 from mesh_comm import MeshComm
 from publish import DELETED
 from ranks import run_ranks
+from resume import saved_job
 from rotation import complete_checkpoints
 from saving import Checkpoints, take_back
 from virtual import VirtualCluster
@@ -192,6 +193,18 @@ class TestInTheBackground(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             seen = run_ranks(in_the_background, RANKS, folder)
         self.assertEqual(seen, [[[0, 4], [0, 4], True, [4, 6], False]] * RANKS)
+
+
+class TestWhoseCheckpointItIs(unittest.TestCase):
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "needs named pipes")
+    def test_a_pipe_in_the_place_of_a_shard(self):
+        """A run that resumes reads rank 0's shard first, to see whose it is; a pipe would let it wait for ever."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_sharded([state(rank, 4) for rank in range(RANKS)], folder, 4)
+            os.unlink(Path(folder, "rank0.bin"))
+            os.mkfifo(Path(folder, "rank0.bin"))
+            with self.assertRaisesRegex(OSError, "expected a plain file, found a special file: .*rank0.bin"):
+                saved_job(folder)
 
 
 if __name__ == "__main__":
