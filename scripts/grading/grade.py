@@ -10,18 +10,18 @@
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exercises.graft import with_new
 from exercises.model import Exercise, read_exercises
 from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
-from exercises.untaken import changes, used
 from faults import UserError
 from grading.beside import modules_beside
+from grading.circles import circles, with_all
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
+from grading.own import lesson_with_new, not_taken, texts_of
 from grading.runner import LOADING
 from grading.naming import find_module, names_like
 from grading.submissions import Work
@@ -48,6 +48,7 @@ class Result:
     files: list[str] = field(default_factory=list)  # that it was taken from
     published: bool = False  # word for word the lesson's own solution, which everybody can read
     override: dict[str, Any] | None = None
+    noted: list[str] = field(default_factory=list)  # for the instructor: what a witness saw in the run
 
 
 class NotAttempted(Exception):
@@ -73,7 +74,30 @@ def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
             results.append(Result(exercise.id, "blocked", 0, exercise.points, reason))
         else:
             results.append(grade_exercise(judge, exercise, work))
+    _judge_circles(judge, results, work)
     return results
+
+
+def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:
+    """What is right only because each of some exercises was judged with the lesson's own others is not."""
+    exercises = read_exercises(judge.lesson)
+    right = {result.exercise: result for result in results if result.status == "correct" and not result.published}
+    found = circles(judge, exercises, work) if right else {}
+    for exercise in (each for each in exercises if each.id in right and each.id in found):
+        others = found[exercise.id]
+        cuts = _cut_all(judge, exercise, work)
+        texts = with_all(judge, [exercise, *others], work)
+        for module, text in texts.items():
+            if module in cuts:
+                cuts[module].grafted = text
+        verdict = judge.judge(exercise, {module: each.grafted for module, each in cuts.items()} | texts)
+        if verdict.status == "incorrect":
+            names = ", ".join(f"{other.title} ({other.id})" for other in others)
+            why = (
+                f"it and {names} call each other in a circle: with the lesson's own it is right, with yours of all not"
+            )
+            wrong = _result(exercise, replace(verdict, reason=f"{why}; {verdict.reason}"), list(cuts.values()))
+            results[results.index(right[exercise.id])] = replace(wrong, files=right[exercise.id].files)
 
 
 def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:
@@ -112,43 +136,11 @@ def _is_published(judge: Judge, module: str, cut: Cut, exercise: Exercise) -> bo
     return graft_all(pristine, cut.text, exercise.by_module[module]) == pristine
 
 
-def not_taken(judge: Judge, exercise: Exercise, work: Work) -> list[str]:
-    """What the student changed of the lesson's own code, and the exercise was judged without: "module.qualified.name".
-
-    Functions of other exercises are named only if this one uses them.
-    """
-    others = {name for other in read_exercises(judge.lesson) for name in other.functions}
-    texts = _texts(judge, work)
-    words = {word for module, names in exercise.by_module.items() for word in used(texts[module][1], names)}
-    found = []
-    for module, (_, text) in texts.items():
-        names = [f"{module}.{name}" for name in changes(judge.layout.source(module), text)]
-        names = [name for name in names if name not in exercise.functions]
-        found += [name for name in names if name not in others or name.rpartition(".")[2] in words]
-    return found
-
-
-def _texts(judge: Judge, work: Work) -> dict[str, tuple[str, str]]:
-    """{module: (path, text)} of the lesson's modules that were handed in, can be read, and are not as the course's."""
-    found = {}
-    for module in sorted(path.stem for path in judge.lesson.modules()):
-        pristine = judge.layout.source(module)
-        try:
-            path = find_module(work.handed, judge.lesson, module)
-            text = "" if path is None else decode(work.handed.files[path])
-            parse(text)
-        except UserError:
-            continue  # an exercise that asks for it says what is wrong
-        if path is not None and pristine is not None and text != pristine:
-            found[module] = (path, text)
-    return found
-
-
 def _result(exercise: Exercise, verdict: Verdict, cuts: list[Cut]) -> Result:
     points = {"correct": exercise.points, "incorrect": 0}.get(verdict.status)
     evidence = collect(verdict, cuts, exercise.functions).to_json() if verdict.status == "incorrect" else {}
     more = {name: round(getattr(verdict, name), 3) for name in ("seconds", "cpu_seconds", "own_seconds")}
-    more |= {"tests": verdict.tests, "reused": verdict.reused}
+    more |= {"tests": verdict.tests, "reused": verdict.reused, "noted": verdict.noted}
     return Result(exercise.id, verdict.status, points, exercise.points, verdict.reason, evidence, **more)
 
 
@@ -184,8 +176,8 @@ def cut(lesson: Lesson, judge: Judge, exercise: Exercise, work: Work, everything
         raise NotAttempted("; ".join(missing + problems[:3]))
     if all(stubs):
         raise NotAttempted("still as in the starter")
-    for module, (path, text) in _texts(judge, work).items() if everything else ():
-        more = _with_new(judge.layout.source(module), text)
+    for module, (path, text) in texts_of(judge, work).items() if everything else ():
+        more = lesson_with_new(judge.layout.source(module), text)
         if module not in cuts and more != judge.layout.source(module):
             cuts[module] = Cut(work.handed.origins.get(path, path), text, more, judge.layout.path(module))
             beside |= modules_beside(work.handed, path, more, judge.layout)
@@ -220,13 +212,6 @@ def _missing(text: str, names: list[str], shown: str) -> list[str]:
 
 def _graft(pristine: str, text: str, names: list[str], shown: str, everything: bool) -> str:
     try:
-        return graft_all(_with_new(pristine, text) if everything else pristine, text, names)
+        return graft_all(lesson_with_new(pristine, text) if everything else pristine, text, names)
     except GraftError as error:
         raise Blocked(error.reason, shown, error.line) from None
-
-
-def _with_new(pristine: str, text: str) -> str:
-    try:
-        return with_new(pristine, text)
-    except GraftError:
-        return pristine  # it does not fit together: only what is used is taken

@@ -66,6 +66,7 @@ class Verdict:
     peak_memory: int = 0
     peak_processes: int = 0
     reused: bool = False
+    noted: list[str] = field(default_factory=list)  # for the instructor
 
 
 class Stopped(Exception):
@@ -139,8 +140,9 @@ class Judge:
         outcome, ended = self._run(exercise, changed, test_seconds, max(self.limits.run_seconds, slow))
         if ended.reason == "setup":
             return Verdict("error", f"the run could not be started: {ended.detail}")
-        verdict = replace(self._correct(outcome, ended), own_seconds=own)
-        if ended.reason == "exited" and outcome.proves(expected) and not ended.detail:
+        noted = [each for each in outcome.noted if each not in expected.noted]
+        verdict = replace(self._correct(outcome, ended), own_seconds=own, noted=noted)
+        if ended.whole and outcome.proves(expected) and not ended.detail:
             return verdict
         why = _why(outcome, expected, ended)
         if why["test"] == LOADING and not self._is_theirs(why["failure"], changed):
@@ -240,6 +242,7 @@ class Judge:
             cpu_seconds=ended.cpu_seconds,
             peak_memory=ended.peak_memory,
             peak_processes=ended.peak_processes,
+            noted=outcome.noted,
         )
 
 
@@ -268,6 +271,9 @@ def _why(outcome: Outcome, expected: Outcome, ended: Ended) -> dict[str, Any]:
         code = ended.exit_code
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
         return {"reason": f"the process ended {how} in the middle of the tests", "test": at, "stacks": ended.stacks}
+    if not ended.whole and ended.reason == "exited":
+        reason = f"the process ended with exit code {ended.exit_code}, though not at the end of its own program"
+        return {"reason": reason, "test": at}
     if outcome.foreign:
         return {"reason": "something else was written into the channel of the results", "test": at}
     skipped = [test for test in outcome.skipped if test not in expected.skipped]

@@ -56,6 +56,7 @@ class Plain:
         return Ended(
             reason,
             code,
+            code == 0,
             output=_read(home / "output")[: self.limits.output_bytes],
             records=_read(home / "records").splitlines(),
             stacks=_read(home / "stacks"),

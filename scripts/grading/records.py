@@ -81,6 +81,7 @@ class Outcome:
     running: str = ""  # a test that began and did not end
     finished: bool = False  # the run came to its own end
     foreign: int = 0  # lines that are no records of ours
+    noted: list[str] = field(default_factory=list)  # what a witness saw, for somebody to look at
 
     @property
     def clean(self) -> bool:
@@ -113,6 +114,8 @@ def read(nonce: str, lines: list[str]) -> Outcome:
         elif event == "fail":
             outcome.failure = outcome.failure or record
             outcome.running = ""
+        elif event == "noted":
+            outcome.noted.append(f"{record.get('what')} in {record.get('place')}")
         elif event == "finished":
             outcome.finished = True
         elif event != "loading":

@@ -7,7 +7,7 @@ from typing import Any
 import gradescope
 from csvfile import csv_text
 from exercises.model import Exercise
-from grading import looked
+from grading import byhand, looked
 from grading.grade import STATUSES, Result
 from grading.isolation import Isolation
 from grading.judge import Judge
@@ -19,6 +19,7 @@ SHORT = {"correct": "✓", "incorrect": "✗", "not attempted": "-", "blocked": 
 APART = (
     "each run was kept apart: it saw nobody's files, no other process, no network; it wrote into its own folder alone"
 )
+BY_HAND = "Code that reaches for its tests or behind Python's scenes. It changed no points: ask what it is for."
 OWN_CODE = "Each exercise is judged in the lesson's own code, to which only what is new in yours was added."
 PUBLISHED = "Everybody can read these. Short ones many find by themselves; of a long one, ask how it works."
 
@@ -52,6 +53,7 @@ def student_json(
         "superseded": work.superseded,
         "problems": handed.problems if handed else [],
         "files": looked.files_json(lesson, work, exercises, results, judge.layout),
+        "by_hand": byhand.suspects(work, results, judge.layout),
         "points": points,
         "of": of,
         "exercises": [asdict(result) | {"title": titles.get(result.exercise, "")} for result in results],
@@ -183,6 +185,8 @@ def class_md(lesson: Lesson, reports: list[dict], exercises: list[Exercise], of:
         lines += ["", "## Files under another name, and files that were not looked at", "", *names]
     if copies := _published(reports):
         lines += ["", "## Word for word the published solution", "", PUBLISHED, "", *copies]
+    if suspects := [line for report in reports for line in byhand.lines(report)]:
+        lines += ["", "## To be looked at by hand", "", BY_HAND, "", *suspects]
     if of.unmatched:
         lines += ["", "## Not matched", "", *(f"- `{label}`: {why}" for label, why in of.unmatched)]
     if of.stray:

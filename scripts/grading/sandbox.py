@@ -38,13 +38,14 @@ RECORD_BYTES = 8 * MIB  # of results and stacks
 class Ended:
     """How a run ended.
 
-    `reason` is exited (then there is an `exit_code`, negative: a signal), or what made the supervisor end it: test
-    deadline, deadline, memory, processes, output, records, lost (the run killed those who watch it), setup (nothing
-    ran: `detail` says why), cancelled. `left`: processes that could not be killed.
+    `reason` is exited (then there is an `exit_code`, 0 if it is `whole`, negative: a signal), or what made the
+    supervisor end it: test deadline, deadline, memory, processes, output, records, lost (the run killed those who watch
+    it), setup (nothing ran: `detail` says why), cancelled. `left`: processes that could not be killed.
     """
 
     reason: str
     exit_code: int | None = None
+    whole: bool = False  # the function returned, and nobody left in between
     detail: str = ""
     output: str = ""
     records: list[str] = field(default_factory=list)
@@ -100,6 +101,7 @@ class _Supervisor:
 
     def __init__(self, limits: Limits, nonce: str) -> None:
         self.limits, self.nonce = limits, nonce
+        self.farewell = 100 + secrets.randbelow(150)  # the code with which a run ends that comes to its own end
         self.pipes = {name: Pipe() for name in ("control", "output", "records", "stacks")}
         self.output, self.control = Capped(limits.output_bytes), Lines(MIB)
         self.records, self.stacks = Lines(RECORD_BYTES), Capped(MIB)
@@ -161,7 +163,10 @@ class _Supervisor:
         """What those who hold the run say of its end; they end without a word only if they are killed."""
         for line in self.control.lines:
             word, _, rest = line.partition(" ")
-            return Ended("exited", int(rest)) if word == "exited" else Ended("setup", detail=rest)
+            if word == "exited":
+                whole = int(rest) == self.farewell
+                return Ended("exited", 0 if whole else int(rest), whole)
+            return Ended("setup", detail=rest)
         return None if "control" in self.open else Ended("lost")
 
     def _excess(self) -> Ended | None:
@@ -202,7 +207,7 @@ class _Family:
         self.limits, self.body, self.folder, self.isolation = supervisor.limits, task.body, task.folder, task.isolation
         self.task = task
         self.writers = {name: pipe.writer for name, pipe in supervisor.pipes.items()}
-        self.nonce = supervisor.nonce
+        self.nonce, self.farewell = supervisor.nonce, supervisor.farewell
 
     def _say(self, word: str, text: object) -> None:
         with contextlib.suppress(OSError):
@@ -274,7 +279,7 @@ class _Family:
             linux.drop_capabilities()
             set_resource_limits(self.limits, self.isolation.user)
             self.body(Channel(self.writers["records"], self.writers["stacks"], self.nonce))
-            code = 0
+            code = self.farewell
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         finally:

@@ -1,0 +1,115 @@
+"""Exercises of a student that call each other in a circle, each judged with the lesson's own other one.
+
+`one_f_one_b` returns what `zb_h1` returns, less something, and `zb_h1` calls `one_f_one_b`: each is right while the
+lesson's own is in the other's place, and together they are nothing.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from exercises.model import Exercise, names_by_module
+from exercises.source import Function, GraftError, bound_names, parse, statements
+from exercises.surgery import graft_all, is_stub
+from grading.judge import Judge
+from grading.own import lesson_with_new, texts_of
+from grading.submissions import Work
+
+
+def circles(judge: Judge, exercises: list[Exercise], work: Work) -> dict[str, list[Exercise]]:
+    """{id of an exercise: those that it is in a circle with}, beyond the circles of the lesson's own code."""
+    own = {path.stem: text for path in judge.lesson.modules() if (text := judge.layout.source(path.stem)) is not None}
+    joined = own | with_all(judge, exercises, work)
+    new = _mutual(joined, exercises) - _mutual(own, exercises)
+    known = {exercise.id: exercise for exercise in exercises}
+    return {one: [known[other] for first, other in sorted(new) if first == one] for one, _ in new}
+
+
+def with_all(judge: Judge, exercises: list[Exercise], work: Work) -> dict[str, str]:
+    """The lesson's modules with what is new in the student's and the functions of all these exercises, if written."""
+    texts = texts_of(judge, work)
+    names = names_by_module([name for exercise in exercises for name in exercise.functions])
+    found = {}
+    for module, (_, text) in texts.items():
+        found[module] = lesson_with_new(judge.layout.source(module), text)
+        for name in names.get(module, []):
+            try:
+                found[module] = found[module] if is_stub(text, name) else graft_all(found[module], text, [name])
+            except GraftError:
+                continue  # it is not there: its exercise says so
+    return found
+
+
+def _mutual(texts: dict[str, str], exercises: list[Exercise]) -> set[tuple[str, str]]:
+    """(one, other) for exercises of which each calls the other, directly or through what else there is."""
+    graph = _graph(texts)
+    reach = {exercise.id: _reached(graph, exercise.functions) for exercise in exercises}
+    calls = {
+        (one.id, other.id) for one in exercises for other in exercises if reach[one.id].intersection(other.functions)
+    }
+    return {(one, other) for one, other in calls if one != other and (other, one) in calls}
+
+
+def _reached(graph: dict[str, set[str]], start: tuple[str, ...]) -> set[str]:
+    found: set[str] = set()
+    todo = list(start)
+    while todo:
+        new = graph.get(todo.pop(), set()) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _graph(texts: dict[str, str]) -> dict[str, set[str]]:
+    """{"module.qualified.name": those that it names} for functions, methods, and values that a module keeps."""
+    defined: dict[str, ast.stmt] = {}
+    for module, text in texts.items():
+        defined |= _definitions(module, parse(text).tree.body)
+    methods: dict[str, list[str]] = {}
+    for name in (name for name, node in defined.items() if name.count(".") > 1 and isinstance(node, Function)):
+        methods.setdefault(name.rpartition(".")[2], []).append(name)
+    graph = {}
+    for module, text in texts.items():
+        aliases = _aliases(module, parse(text).tree.body, texts)
+        for name, node in defined.items():
+            if name.partition(".")[0] == module:
+                graph[name] = set(_named(name, node, aliases, defined, methods)) - {name}
+    return graph
+
+
+def _definitions(prefix: str, body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    found: dict[str, ast.stmt] = {}
+    for node in statements(body):
+        if isinstance(node, ast.ClassDef):
+            found |= _definitions(f"{prefix}.{node.name}", node.body)
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {f"{prefix}.{name}": node for name in bound_names(node)}
+    return found
+
+
+def _aliases(module: str, body: list[ast.stmt], texts: dict[str, str]) -> dict[str, str]:
+    """{name in this module: what it is}: "schedule" or "schedule.gpipe"."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.Module(body, [])):
+        if isinstance(node, ast.ImportFrom) and node.module in texts:
+            found |= {item.asname or item.name: f"{node.module}.{item.name}" for item in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {item.asname or item.name: item.name for item in node.names if item.name in texts}
+    return found | {name: f"{module}.{name}" for node in statements(body) for name in bound_names(node) - set(found)}
+
+
+def _named(
+    name: str, node: ast.stmt, aliases: dict[str, str], defined: dict[str, ast.stmt], methods: dict[str, list[str]]
+) -> Iterator[str]:
+    """The functions and values that it names; of an object that is not known, the methods of that name."""
+    inside = name.rpartition(".")[0] if isinstance(node, Function) else ""
+    for item in ast.walk(node):
+        full = ""
+        if isinstance(item, ast.Name):
+            full = aliases.get(item.id, "")
+        elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name):
+            owner = inside if item.value.id in ("self", "cls") else aliases.get(item.value.id, "")
+            full = f"{owner}.{item.attr}"
+            yield from methods.get(item.attr, []) if not owner else ()
+        elif isinstance(item, ast.Attribute):
+            yield from methods.get(item.attr, [])
+        yield from (each for each in (full, f"{full}.__init__") if each in defined)
