@@ -33,7 +33,7 @@ def model_state_bytes(
 
     Stage 0 is plain data parallelism; stage 1 shards optimizer state, 2 gradients too, 3 parameters too. Without a
     `master`, since fp32 parameters can be their own, the state is 8. Source: Rajbhandari et al. 2020, with ceil(P/N)
-    for a shard. Raises ValueError, with its name and value, for an argument that is no whole number in its range.
+    for a shard. Raises ValueError, with the value, for an argument that is no whole number in its range.
     """
     check_whole("p_params", p_params, least=1)
     check_whole("stage", stage, least=0)
