@@ -26,7 +26,8 @@ def balanced_bounds(times: Sequence[float], num_stages: int) -> list[tuple[int, 
     """Return the bounds whose slowest stage is as fast as possible, given each layer's time.
 
     Stage after stage: the best cut of the first `end` layers is the best over all begins of its last stage. Raises
-    ValueError for a time below 0, a size below 1, or more stages than layers.
+    ValueError: with the layer and the time, for what is no time of at least 0; with the number, for a size below 1;
+    with both numbers, for more stages than layers.
     """
     equal_bounds(len(times), num_stages)  # refuses bad sizes
     for layer, seconds in enumerate(times):

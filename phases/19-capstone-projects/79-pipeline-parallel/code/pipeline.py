@@ -255,8 +255,8 @@ class Pipeline:
 def receive_early(program: list[Compute | Exchange], by: int = 2) -> list[Compute | Exchange]:
     """Post each receive alone and `by` exchanges earlier, so that messages arrive while this rank computes.
 
-    Only for transports with tags. The price is memory for `by` more messages, whatever M is. Raises ValueError unless
-    `by` is a whole number of at least 0.
+    Only for transports with tags. The price is memory for `by` more messages, whatever M is. Raises ValueError, with
+    the value, unless `by` is a whole number of at least 0.
     """
     if isinstance(by, bool) or not isinstance(by, int) or by < 0:
         raise ValueError(f"by must be a whole number of at least 0, got {by!r}")

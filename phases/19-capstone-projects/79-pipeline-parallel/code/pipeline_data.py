@@ -10,7 +10,7 @@ def split_grid(comm: Comm, num_stages: int) -> tuple[Comm, Comm]:
     """Return (the ranks of this pipeline, the ranks that hold the same stages), from one grid (replica, stage).
 
     Rank r is stage r mod N of replica r // N. All ranks call it. Raises ValueError, before any communication, unless
-    the ranks can be dealt out.
+    the ranks can be dealt out: with their number and `num_stages`, or with that alone if it is no size.
     """
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ValueError(f"num_stages must be a whole number of at least 1, got {num_stages!r}")

@@ -153,7 +153,11 @@ def _check_pairs(schedule, sent: dict[Link, Place], received: dict[Link, Place])
 
 
 def _check_deadlock(schedule) -> None:
-    """Run the messages with no buffer at all: an exchange blocks until the other end of each message is posted, too."""
+    """Run the messages with no buffer at all: an exchange blocks until the other end of each message is posted, too.
+
+    If ranks wait in a circle, it raises ScheduleError with the word `deadlock` and the ranks of the circle. It is about
+    the rank of the circle that one meets first from the lowest rank that waits, and the exchange in which that waits.
+    """
     at = dict.fromkeys(schedule, 0)
     posted: set[tuple] = set()  # (rank, peer, feeds)
 

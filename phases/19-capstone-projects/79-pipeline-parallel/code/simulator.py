@@ -26,6 +26,9 @@ def timeline(schedule, forward: Times = 1, backward: Times = 1, weight: Times = 
     `schedule` is {rank: [instruction]} or a list of (cycle, stage, microbatch, "F" or "B"). `forward`, `backward` and
     `weight` are the times of one F, B and W, one number or one a stage; `link` those of a message, one number or one a
     border between stages. A message takes none of its ranks' time, nor another message's.
+
+    If no rank can go on, it raises ScheduleError for the first rank that is not done and the instruction that it is at,
+    with the name of a computation that this one lacks.
     """
     orders = compute_orders(schedule)
     num_stages = count_stages(orders)
