@@ -76,7 +76,8 @@ class AsyncSaver:
     def wait(self) -> ShardManifest | None:
         """Wait for the save in flight; return the last save's manifest (None: nothing saved, or its error was raised).
 
-        Raises what went wrong; CheckpointError after `timeout` seconds, and then the save still goes on.
+        Raises what went wrong; CheckpointError, with the step, the folder and the time limit, after `timeout` seconds:
+        the save still goes on then.
         """
         if self._thread is not None:
             self._thread.join(self.timeout)

@@ -38,7 +38,8 @@ def rotate_checkpoints(parent_dir, keep_last: int = 5, *, just_saved=None, stora
 
     One process calls it, after a save has returned. `just_saved` is a folder that stays whatever its step: after a roll
     back, the newest save is not the one with the highest step. If some cannot be deleted, the others still are, and
-    a CheckpointError says which were not, and why.
+    a CheckpointError says which were not, and why, and which were. Another one names the value of `keep_last` if
+    that is no whole number of at least 1.
     """
     if type(keep_last) is not int or keep_last < 1:
         raise CheckpointError(f"keep_last: expected a whole number of at least 1, found {keep_last!r}")

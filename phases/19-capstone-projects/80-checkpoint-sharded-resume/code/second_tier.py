@@ -21,7 +21,8 @@ def copy_checkpoint(src_dir, dest_dir, *, storage: Storage = DISK) -> ShardManif
     """Copy a complete checkpoint; return the copy's manifest, which also records a CRC-32 of each file.
 
     One process calls it, after the save has returned. A copy that is there already is left as it is. Raises
-    CheckpointError, and publishes nothing, if a file is not the one that was saved or the disk fails.
+    CheckpointError, and publishes nothing, if a file is not the one that was saved; with the path, if both are the
+    same folder; with the path and what the system says, if the disk fails.
     """
     source, target = Path(src_dir), Path(dest_dir)
     if source.resolve() == target.resolve():

@@ -31,7 +31,9 @@ class Team:
     def together(self, work: Callable[[int], object]) -> list:
         """Run `work(rank)` on every rank. Returns all results (small JSON values), on every rank, in rank order.
 
-        If it raises on any rank, every rank raises the same CheckpointError. This is also a barrier.
+        If it raises on any rank, every rank raises the same CheckpointError: `rank 2 failed: ` and what `_describe`
+        says of the error. Ranks with one text share it (`rank 0, 2 failed: `), several texts are joined by `; `; where
+        all ranks fail with one text, it stands alone. This is also a barrier.
         """
         facts, cause = [], None
         for rank in self.ranks:

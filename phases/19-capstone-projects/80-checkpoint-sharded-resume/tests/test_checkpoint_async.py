@@ -124,9 +124,7 @@ class OneProcess(unittest.TestCase):
                 folder = self.parent / next_call
                 saver.save(small_states(2), folder / "step_5", 5)
                 call = {"save": lambda f=folder, s=saver: s.save(small_states(2), f / "step_6", 6)}
-                with self.assertRaisesRegex(
-                    CheckpointError, "the save of step 5 into .*step_5 failed: .*No space left"
-                ):
+                with self.assertRaisesRegex(CheckpointError, r"(?=.*\b5\b)(?=.*step_5)(?=.*No space left)"):
                     call.get(next_call, getattr(saver, next_call))()
                 self.assertFalse((folder / "step_6").exists())
                 self.assertEqual(list((folder / "step_5").iterdir()), [], "no stray files")
@@ -154,7 +152,7 @@ class OneProcess(unittest.TestCase):
         disk = GatedStorage("rename")
         saver = AsyncSaver.of_one_process(1, timeout=0.01, storage=disk)
         saver.save([{"a": 1}], self.parent / "slow", 3)
-        with self.assertRaisesRegex(CheckpointError, "the save of step 3 into .*slow has not finished after 0.01 s"):
+        with self.assertRaisesRegex(CheckpointError, r"(?=.*\b3\b)(?=.*slow)(?=.*\b0\.01\b)"):
             saver.wait()
         disk.gate.set()
         saver.timeout = DEADLINE

@@ -398,7 +398,7 @@ class Plans(unittest.TestCase):
             [dataclasses.replace(first, source_end=first.source_end + 10**6, end=first.end + 10**6), *plan[1:]],
             [],
         ]:
-            with self.assertRaisesRegex(CheckpointError, "^plan: "):
+            with self.assertRaises(CheckpointError):
                 check_plan(wrong, saved, wanted)
 
 

@@ -58,7 +58,7 @@ class Rotation(unittest.TestCase):
     def test_keep_at_least_one(self):
         self.save(1)
         for keep in (0, -1, True, 1.0, "1", None):
-            with self.assertRaisesRegex(CheckpointError, "keep_last: expected a whole number of at least 1"):
+            with self.assertRaisesRegex(CheckpointError, repr(keep)):
                 rotate_checkpoints(self.parent, keep)
         self.assertEqual(self.steps(), [1])
 
@@ -107,7 +107,7 @@ class Rotation(unittest.TestCase):
 
         for step in (1, 2, 3, 4):
             self.save(step)
-        with self.assertRaisesRegex(CheckpointError, "could not delete .*step_2.*denied .deleted: step_1, step_3."):
+        with self.assertRaisesRegex(CheckpointError, "(?=.*step_2)(?=.*denied)(?=.*step_1)(?=.*step_3)"):
             rotate_checkpoints(self.parent, keep_last=1, storage=Stubborn())
         self.assertEqual(self.steps(), [2, 4])
         self.assertEqual(rotate_checkpoints(self.parent, keep_last=1), ["step_2"])
