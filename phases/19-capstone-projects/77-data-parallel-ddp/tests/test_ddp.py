@@ -490,7 +490,7 @@ class TestLifetime(unittest.TestCase):
 
         _, error = cause(2, rank)
         self.assertIsInstance(error, RuntimeError)
-        self.assertRegex(str(error), "1.weight got a gradient after its bucket had left")
+        self.assertRegex(str(error), r"\b1\.weight\b")
 
     def test_a_backward_that_failed_makes_the_next_one_an_error(self):
         def rank(comm):
