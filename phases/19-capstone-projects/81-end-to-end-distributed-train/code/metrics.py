@@ -19,7 +19,10 @@ def to_line(row: dict) -> str:
 
 
 def from_line(line: str | bytes, where: str) -> dict:
-    """Return the row that `to_line` was given. Raises ValueError, which begins with `where`, if the line is no row."""
+    """Return the row that `to_line` was given.
+
+    Raises ValueError, which begins with `where`, if the line is no row or its step no whole number from 1.
+    """
     try:
         row = json.loads(line, parse_constant=_not_json)
         step = row["step"]

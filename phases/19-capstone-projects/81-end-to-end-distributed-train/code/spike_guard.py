@@ -34,7 +34,10 @@ class SpikeGuard:
         self.losses = deque(maxlen=self.window)
 
     def check(self, step: int, loss: float) -> None:
-        """Raise SpikeError if the mean loss of a step is not finite, or a spike; else remember it."""
+        """Raise SpikeError if the mean loss of a step is not finite, or a spike; else remember it.
+
+        It names the step and the loss; of a spike also the factor and the median, and both losses with 4 decimals.
+        """
         if not math.isfinite(loss):
             raise SpikeError(f"step {step}: the loss is {loss}")
         median = statistics.median(self.losses) if self.losses else math.inf
@@ -64,7 +67,10 @@ class Recovery:
         check_whole("most", self.most, least=0)
 
     def back_to(self, step: int, saved: list[int], fault: Exception) -> int:
-        """Return the step of the checkpoint to load after a fault at `step`; `saved` are those there are, ascending."""
+        """Return the step of the checkpoint to load after a fault at `step`; `saved` are those there are, ascending.
+
+        After `most` rollbacks in a row it raises an error of the fault's type, with the fault's text and their number.
+        """
         if len(self.failed) >= self.most:
             raise type(fault)(f"{fault}; rolled back {len(self.failed)} times in a row, to no avail") from fault
         checkpoint = older_than_the_fault(step, saved)

