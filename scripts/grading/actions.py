@@ -59,6 +59,8 @@ def _private(args: argparse.Namespace) -> list[Path]:
 def _grade(run: ClassRun, works: list[Work], args: argparse.Namespace) -> int:
     for text in run.judge.isolation.missing:
         print(f"course: {text}", file=sys.stderr)
+    if not args.json:
+        _tell_begin(run, works, args.jobs)
     done = run.with_others(run.run(works, args.jobs, _teller(args.json, len(works))))
     run.write_class(done)
     if args.json:
@@ -66,6 +68,15 @@ def _grade(run: ClassRun, works: list[Work], args: argparse.Namespace) -> int:
     else:
         _tell_class(args, run, done)
     return 1 if any(report["points"] is None for report in done) else 0
+
+
+def _tell_begin(run: ClassRun, works: list[Work], jobs: int) -> None:
+    """What is going to happen: nothing else is printed before the first student is done."""
+    count = run.waiting(works)
+    kept = f" ({counted(len(works) - count, 'report')} still hold)" if count < len(works) else ""
+    what = f"{counted(count, 'student')} to grade{kept}, {counted(len(run.exercises), 'exercise')}"
+    first = "; first its tests are run on the lesson's own code" if count > jobs else ""
+    print(f"lesson {run.judge.lesson.number}: {what}, {jobs} at a time{first}" if count else f"{what}", flush=True)
 
 
 def check_jobs(jobs: int) -> None:

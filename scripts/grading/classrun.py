@@ -20,7 +20,7 @@ from grading.overrides import Override
 from grading.submissions import Class, Work
 from inputs import json_text, make_folder, write_output
 
-FORMAT = 4
+FORMAT = 5
 Tell = Callable[[dict[str, Any], bool], None]
 
 
@@ -37,29 +37,53 @@ class ClassRun:
     resume: bool = False
 
     def run(self, works: list[Work], jobs: int, tell: Tell) -> list[dict[str, Any]]:
-        """The reports of these students, in their order; `tell(report, kept)` hears of each when it is written."""
+        """The reports of these students, in their order; `tell(report, kept)` hears of each when it is written.
+
+        Interrupted, it leaves tables of the class that hold what is known until then.
+        """
         make_folder(self.out)
         folders = self._folders()
+        done: dict[str, dict[str, Any]] = {}
 
-        def one(work: Work) -> dict[str, Any]:
-            folder = self.out / folders[work.student.id]
-            kept = self._kept(folder, work) if self.resume else None
+        def one(work: Work, kept: list[Result] | None = None) -> None:
             report = self._report(work, kept)
-            self._write(folder, report)
+            self._write(self.out / folders[work.student.id], report)
+            done[work.student.id] = report
             tell(report, kept is not None)
-            return report
 
+        todo = []
+        for work in works:
+            if kept := self._kept(self.out / folders[work.student.id], work) if self.resume else None:
+                one(work, kept)
+            else:
+                todo.append(work)
+        try:
+            if todo:
+                self.write_class(self.with_others(list(done.values())), unfinished=True)
+                self._run(todo, jobs, one)
+        except BaseException:
+            self.write_class(self.with_others(list(done.values())), unfinished=True)
+            raise
+        return [done[work.student.id] for work in works]
+
+    def _run(self, works: list[Work], jobs: int, one: Callable[[Work], None]) -> None:
         with ThreadPoolExecutor(jobs) as pool:
             many = len(works) > jobs  # then nearly every exercise is needed, and students would wait for each in turn
             first = [pool.submit(self.judge.prepare, exercise) for exercise in self.exercises if many]
             started = [pool.submit(one, work) for work in works]
             try:
-                return [future.result() for future in started]
+                for future in started:
+                    future.result()
             except BaseException:
                 for future in first + started:
                     future.cancel()
                 self.judge.stop()  # or leaving the pool would wait for those who are being graded
                 raise
+
+    def waiting(self, works: list[Work]) -> int:
+        """How many of these students are to be graded: of the others the reports still hold."""
+        folders = self._folders() if self.resume else {}
+        return sum(not folders or self._kept(self.out / folders[work.student.id], work) is None for work in works)
 
     def with_others(self, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """These reports and, after `--only` with `--resume`, those of the others that still hold."""
@@ -73,11 +97,16 @@ class ClassRun:
                     self._write(folder, known[work.student.id])  # overrides may have changed
         return [known[work.student.id] for work in self.of.works if work.student.id in known]
 
-    def write_class(self, done: list[dict[str, Any]]) -> None:
-        """class.csv, class.md and class.json."""
+    def write_class(self, done: list[dict[str, Any]], unfinished: bool = False) -> None:
+        """class.csv, class.md and class.json; `unfinished`: of some students there is no report yet."""
         lesson = self.judge.lesson
         write_output(self.out / "class.csv", reports.class_csv(done, self.exercises), force=True)
         text = reports.class_md(lesson, done, self.exercises, self.of, self.judge.isolation)
+        if unfinished:
+            head, _, rest = text.partition("\n")
+            text = (
+                f"{head}\n\n**Not finished: {len(done)} of {len(self.of.works)} so far.** `--resume` goes on.\n{rest}"
+            )
         write_output(self.out / "class.md", text, force=True)
         write_output(self.out / "class.json", json_text(self.class_json(done)), force=True)
 

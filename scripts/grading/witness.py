@@ -25,7 +25,9 @@ def watch(tell: Callable[..., None], trusted: Sequence[str]) -> None:
     busy: list[bool] = []
 
     def hook(event: str, args: tuple) -> None:
-        if busy or event not in _EVENTS or (event in ATTRIBUTES and args[1] not in ATTRIBUTES[event]):
+        if event not in _EVENTS or busy:  # in this order: some events come by the hundred thousand
+            return
+        if event in ATTRIBUTES and args[1] not in ATTRIBUTES[event]:
             return
         busy.append(True)
         try:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from grading.judge import Judge
 from grading_course import RIGHT, RINGS, WRONG, Grading
 from interrupts import HEARING
 
@@ -24,6 +26,16 @@ class TestResume(Grading):
         again = [line for line in self.out.splitlines() if line.startswith("[") and "as before" not in line]
         self.assertEqual([line.split()[1] for line in again], ["s2:"])
         self.assertEqual(self.report("s2")["points"], 8)
+
+    def test_where_nothing_is_left_to_do_nothing_is_run(self):
+        self.assertEqual(self.grade("--jobs", "2"), 0)
+        self.assertIn("lesson 01: 5 students to grade, 2 exercises, 2 at a time; first its tests are run", self.out)
+        table = self.text("out/class.md")
+        with mock.patch.object(Judge, "_run", side_effect=AssertionError("a run")):
+            self.assertEqual(self.grade("--resume", "--jobs", "2"), 0, self.err)
+            self.assertEqual(self.out.splitlines()[0], "0 students to grade (5 reports still hold), 2 exercises")
+            self.assertEqual(self.out.count("(as before)"), 5)
+        self.assertEqual(self.text("out/class.md"), table)
 
     def test_what_was_not_decided_is_run_again(self):
         path = f"{self.WHEELS}/tests/test_wheel.py"
@@ -61,6 +73,7 @@ class TestInterruption(Grading):
             words = [sys.executable, script, "--root", str(self.root), "grade", "1", str(self.root / "in")]
             words += ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / name), "--jobs", "1"]
             run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **HEARING)
+            self.assertIn("5 students to grade", run.stdout.readline())
             line = run.stdout.readline()
             self.assertIn("s1: 8 of 8", line)  # so that s2 is next, which would take until its deadline
             run.send_signal(number)
@@ -70,10 +83,14 @@ class TestInterruption(Grading):
             self.assertNotIn("Traceback", err)
             self.assertNotIn("s2:", out)
             self.assertFalse((self.root / name / "s2" / "report.json").exists())
+            table = self.text(f"{name}/class.md")
+            self.assertIn("**Not finished: 1 of 5 so far.** `--resume` goes on.", table)
+            self.assertIn("| Anna Lee | s1 | 8 / 8 |", table)
         self.put("in/s2/code/rings.py", WRONG)
         options = ["--roster", str(self.root / "roster.csv"), "--out", str(self.root / "first"), "--resume"]
         self.assertEqual(self.course("grade", "1", str(self.root / "in"), *options), 0)
         self.assertIn("s1: 8 of 8 (as before)", self.out)
+        self.assertNotIn("Not finished", self.text("first/class.md"))
 
 
 if __name__ == "__main__":
