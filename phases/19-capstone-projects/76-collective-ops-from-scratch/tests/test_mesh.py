@@ -203,10 +203,9 @@ class TestAgree(unittest.TestCase):
         self.assertIsNone(self.disagreement({"lr": math.nan}, {"lr": math.nan}))
 
     def test_differences_are_named_with_ranks_and_values(self):
-        self.assertEqual(
-            self.disagreement({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}),
-            "ranks disagree on the plan: b: rank 0, 2 has 2; rank 1 has 3",
-        )
+        words = self.disagreement({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2})
+        self.assertRegex(words, "the plan.*b: rank 0, 2 has 2; rank 1 has 3$")
+        self.assertNotIn("a: rank", words)
         self.assertIn("b: rank 0 has nothing; rank 1 has null", self.disagreement({"a": 1}, {"a": 1, "b": None}))
 
     def test_facts_of_another_kind_are_a_difference_too(self):
