@@ -15,7 +15,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--world-size", type=positive, metavar="N", help="number of ranks (default: 4; with --bench 2)")
     p.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="gloo: CPU ranks; nccl: one GPU a rank")
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder for plots, traces, JSONL (default: outputs/NN)")
+    p.add_argument("--out", type=path, metavar="DIR", help="folder for plots, traces, JSONL (default: outputs/NN)")
     p.add_argument("--seed", type=seed, default=7, help="seed of models and data (default: 7)")
     p.add_argument("--bench", action="store_true", help="time our code side by side with PyTorch's own")
     return p
@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return value
+
+
+def path(text: str) -> Path:
+    """Parse a path (a type for argparse). An empty text, as of a variable that is not set, is none."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def seed(text: str) -> int:

@@ -103,7 +103,7 @@ def from_text(path: Path, seq: int) -> Corpus:
         "unigram entropy of the text",
     )
     if len(corpus.held_out) <= seq or len(letters) < 2:
-        found = f"{len(text)} characters, {len(letters)} different ones"
+        found = f"{len(text)} characters, {len(letters)} of them distinct"
         raise ValueError(f"{path}: {found}: too few to train on sequences of {seq}, a tenth of them held out")
     return corpus
 

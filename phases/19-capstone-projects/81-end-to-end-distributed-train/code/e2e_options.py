@@ -1,7 +1,6 @@
 """What lesson 81's command line says, and the job that follows from it."""
 
 import argparse
-from pathlib import Path
 
 import demo  # 76
 import operate_demo
@@ -26,9 +25,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
     steps = f"optimizer steps (default: {STEPS}; of text {TEXT_STEPS}; with --real {REAL_STEPS})"
     parser.add_argument("--steps", type=demo.positive, help=steps)
     parser.add_argument("--rows", type=demo.positive, help="sequences a step over all ranks (default: 4 a rank)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on the characters of a text file")
+    parser.add_argument("--text", type=demo.path, metavar="FILE", help="train on the characters of a text file")
     parser.add_argument("--real", action="store_true", help="10M parameters, operated, on Python's own source")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint of the same job")
+    parser.add_argument("--resume", type=demo.path, metavar="DIR", help="go on from a checkpoint of the same job")
     parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
     parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
     parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")

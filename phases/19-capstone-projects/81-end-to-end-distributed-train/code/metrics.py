@@ -5,6 +5,9 @@ import math
 from pathlib import Path
 
 
+MEND = " (mend the line, or move the file away)"
+
+
 def to_line(row: dict) -> str:
     """Return a row as one line of strict JSON, which knows no NaN and no infinity: such a value becomes null.
 
@@ -28,9 +31,9 @@ def from_line(line: str | bytes, where: str) -> dict:
         step = row["step"]
         row |= {name: float(text) for name, text in row.pop("not_finite", {}).items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: not a line of metrics: {error!r}") from None
+        raise ValueError(f"{where}: not a line of metrics: {error!r}{MEND}") from None
     if type(step) is not int or step < 1:
-        raise ValueError(f"{where}: step: expected a whole number of at least 1, found {step!r}")
+        raise ValueError(f"{where}: step: expected a whole number of at least 1, found {step!r}{MEND}")
     return row
 
 
@@ -102,7 +105,7 @@ def _rows(file, path: Path):
             return  # the last line of a process that was killed
         row = from_line(line, where)
         if row["step"] <= last:
-            raise ValueError(f"{where}: step {row['step']} comes after step {last}")
+            raise ValueError(f"{where}: step {row['step']} comes after step {last}{MEND}")
         end, last = end + len(line), row["step"]
         yield row, end
 

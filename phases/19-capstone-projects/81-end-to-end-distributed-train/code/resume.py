@@ -15,6 +15,9 @@ from storage import DISK
 from team import Team
 
 
+FLAGS = ("rows", "seed")  # of main.py, that set what a job has under the same name
+
+
 def read_checkpoint(folder: Path | str, comm, check_owner: Callable[[dict], str], layout: list[dict]) -> dict:
     """Return what this rank needs of a checkpoint; all ranks call it. "random" becomes the list of all that saved one.
 
@@ -70,7 +73,7 @@ def saved_job(folder: Path | str) -> dict:
 def changes(was: dict, now: dict, may_change: tuple = ()) -> str:
     """Say which settings of a job are not what they were, but for those in `may_change`; "" if none is."""
     changed = [
-        f"{name} was {was.get(name)!r}, is {value!r}"
+        f"{name} was {was.get(name)!r}, is {value!r}" + (f" (--{name} {was.get(name)})" if name in FLAGS else "")
         for name, value in now.items()
         if was.get(name) != value and name not in may_change
     ]

@@ -97,10 +97,10 @@ class TestText(unittest.TestCase):
 
     def test_too_short(self):
         for data, count in ((b"", 0), (b"a", 1), (b"ab" * 20, 40)):  # 40: four held out, one of them is no input
-            with self.assertRaisesRegex(ValueError, f"{count} characters, . different ones: too few"):
+            with self.assertRaisesRegex(ValueError, f"{count} characters, . of them distinct: too few"):
                 self.read(data)
         self.assertEqual(len(self.read(b"ab" * 25).held_out), 5)
-        with self.assertRaisesRegex(ValueError, "200 characters, 1 different ones: too few"):
+        with self.assertRaisesRegex(ValueError, "200 characters, 1 of them distinct: too few"):
             self.read(b"a" * 200)
 
 

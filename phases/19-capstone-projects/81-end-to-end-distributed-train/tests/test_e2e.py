@@ -372,7 +372,7 @@ class TestTheCommand(unittest.TestCase):
         self.stopped("latin", r"latin\.txt: cannot be read as UTF-8 text")
         self.stopped("nan", r"(?=.*\b12\b)(?=.*\b1\b)(?=.*gradient)")
         self.stopped("resume nothing", "manifest.json: missing")
-        self.stopped("resume by two", "saved by another job: rows was 16, is 8")
+        self.stopped("resume by two", r"saved by another job: rows was 16, is 8 \(--rows 16\)$")
         self.stopped("resume other text", "saved by another job: corpus was")
         self.stopped("resume after the drill", r"(?=.*\b10\b)(?=.*\b5\b)")
         self.stopped("resume when over", "saved after 20 steps, and the run has only 20")
@@ -432,6 +432,49 @@ class TestEachClaimCanFail(unittest.TestCase):
         code, text, failed = self.demonstrate()
         self.assertEqual((code, failed), (0, []))
         self.assertIn("RESUME VERIFIED", text)
+
+    def test_what_is_not_promised_is_not_checked_and_that_is_said(self):
+        for flags, checked in (
+            (["--steps", "11"], False),
+            (["--steps", "11", "--world-size", "1"], False),
+            (["--rows", "1"], False),
+            (["--rows", "4"], True),
+            (["--steps", "24"], True),
+        ):
+            code, text, failed = self.demonstrate(*flags)
+            self.assertEqual((code, failed), (0, []), text)
+            self.assertEqual(
+                [line[:8] for line in text.splitlines() if "(a)" in line], ["ok    (a"] * checked or ["--    (a"]
+            )
+        self.assertNotIn("not checked", text)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "bottles.txt")
+            path.write_text(TEXT)
+            code, text, failed = self.demonstrate("--text", str(path), "--steps", "11")
+        self.assertEqual((code, failed), (0, []), text)
+        self.assertIn("(a) is not checked, for it is promised of 200 steps of 4 sequences: ", text)
+
+    def test_more_steps_end_half_a_nat_lower(self):
+        with mock.patch.object(train.Job, "learning_rate", lambda job, step: 0.0):
+            code, _, failed = self.demonstrate("--steps", "24")
+        self.assertEqual((code, len(failed)), (1, 1))
+        self.assertRegex(failed[0], r"^\(a\) the held-out loss ends 0.5 nats or more below that of guessing: 4")
+
+    def test_metrics_of_something_else_are_kept(self):
+        """And refused before the work."""
+        for resume in ([], ["--resume", "nowhere"]):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "metrics.jsonl")
+                path.write_text("notes\n")
+                errors = io.StringIO()
+                with (
+                    mock.patch.object(main_81, "run_ranks", side_effect=AssertionError("too late")),
+                    mock.patch.object(sys, "argv", ["main.py", "--out", folder, *resume]),
+                    contextlib.redirect_stderr(errors),
+                ):
+                    self.assertEqual(main_81.main(), 1)
+                self.assertEqual(path.read_text(), "notes\n")
+                self.assertRegex(errors.getvalue(), f"^stopped: {path}:1: not a line of metrics: .*move the file away")
 
     def test_a_learning_rate_of_zero(self):
         with mock.patch.object(train.Job, "learning_rate", lambda job, step: 0.0):
@@ -602,6 +645,12 @@ class TestFlags(unittest.TestCase):
             ("--resume", "auto"): "--resume auto needs --operate; the core run needs the folder of a checkpoint",
             ("--every", "3"): "--every and --minutes need --operate",
             ("--minutes", "3"): "--every and --minutes need --operate",
+            ("--fresh",): "--fresh needs --operate",
+            ("--operate", "--fresh", "--resume", "auto"): "--resume auto goes on with an earlier run, --fresh deletes",
+            ("--bench", "--fresh"): "--fresh needs --operate",
+            ("--out", ""): "argument --out: expected a path, got ''",
+            ("--resume", ""): "argument --resume: expected a path, got ''",
+            ("--text", ""): "argument --text: expected a path, got ''",
             ("--real", "--text", "x"): "--real has a text of its own",
             ("--size", "tiny"): "--size needs --bench",
             ("--ladder", "--text", "x", "--inject-nan", "3"): "--text, --inject-nan: not used by --ladder, which has",
@@ -626,6 +675,7 @@ class TestFlags(unittest.TestCase):
             "--ladder",
             "--world-size 3 --backend nccl --out x --seed 3 --steps 30 --rows 9 --text x --resume x --inject-nan 12",
             "--operate --every 3 --minutes 2 --inject nan@4 --resume auto --rows 9 --text x --seed 3 --out x",
+            "--operate --fresh --every 3 --minutes 2 --inject nan@4",
             "--real --steps 30 --rows 9 --every 3 --minutes 2 --inject nan@4 --resume auto --seed 3 --out x",
         ):
             with mock.patch.object(sys, "argv", ["main.py", *flags.split()]):

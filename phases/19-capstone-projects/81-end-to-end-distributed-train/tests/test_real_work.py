@@ -147,6 +147,7 @@ class TestRealWork(unittest.TestCase):
         command = ["main.py", "--real", "--world-size", "2", "--every", "25", "--out", str(cls.out), *more]
         with (
             mock.patch.object(real_work, "make_job", return_value=job),
+            mock.patch.object(real_work, "REAL_STEPS", 60),
             mock.patch.object(operate_demo, "run_ranks", run_ranks),
             mock.patch.object(sys, "argv", command),
             contextlib.redirect_stdout(out),
@@ -183,7 +184,11 @@ class TestRealWork(unittest.TestCase):
         self.assertLess(bigram, unigram)
         for loss, holds in ((bigram - 0.01, [True, True]), (bigram + 0.01, [True, False]), (9.0, [False, False])):
             log = {"rows": [{"step": 60, "exam": loss}]}
-            self.assertEqual(self.claims(real_work.check_losses, log, self.job), holds)
+            with mock.patch.object(real_work, "REAL_STEPS", 60):
+                self.assertEqual(self.claims(real_work.check_losses, log, self.job), holds)
+        self.assertEqual(self.claims(real_work.check_losses, log, self.job), [], "too few steps: nothing is promised")
+        few = replace(self.job, steps=300, rows=15)
+        self.assertEqual(self.claims(real_work.check_losses, log, few), [], "too few rows")
 
     def test_ranks_that_differ_are_noticed(self):
         self.assertEqual(self.claims(real_work.check_ranks, self.logs), [True])
