@@ -18,7 +18,7 @@ import mutants.commands
 import quizzes.commands
 import reruns.commands
 from check_all import check_course
-from faults import UserError
+from faults import Fault, UserError
 from lessons import Course, UnknownLesson
 from quietly import quietly
 from testrun import run_tests, summary, table
@@ -47,9 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     test = add("test", run_lesson_tests, "run the tests of a lesson, or of all lessons and of scripts")
     test.add_argument("lesson", metavar="NN", nargs="?", help="the lesson's number (default: everything)")
     test.add_argument("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds for one lesson's tests")
-    add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
+    test.add_argument(
+        "--json", action="store_true", help="print the table as JSON; what the tests print goes to stderr"
+    )
+    checking = add("check", check, "check lessons, quizzes, docs and catalog; one line a fault")
+    checking.add_argument("--json", action="store_true", help="print the faults as JSON")
     writing = add("catalog", write_catalog, "write catalog.json from the lessons")
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
+    writing.add_argument("--json", action="store_true", help="print what was written, or is out of date, as JSON")
     ladder = add("ladder", climb, "run every combination of parallelism and hold it against the golden run (lesson 81)")
     ladder.add_argument("--quick", action="store_true", help="a chosen dozen of plans")
     ladder.add_argument("--only", action="append", default=[], metavar="PLAN", help="such as 'dp2 pp2 zero1 m2'")
@@ -164,15 +169,22 @@ def run_lesson_tests(course: Course, args: argparse.Namespace) -> int:
     runs = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that run now end, too
     for name, folder in folders:
-        print(f"== {name}", flush=True)
+        print(f"== {name}", flush=True, file=sys.stderr if args.json else sys.stdout)
         runs.append(run_tests(name, folder, args.deadline))
-    print(f"\n{summary(runs)}")
+    print(
+        json.dumps([vars(run) | {"result": run.result} for run in runs], indent=2)
+        if args.json
+        else f"\n{summary(runs)}"
+    )
     return 0 if all(run.result == "ok" for run in runs) else 1
 
 
 def check(course: Course, args: argparse.Namespace) -> int:
     """All checks; `path:line: message` a fault, 1 if there is one."""
     faults = check_course(course, options_of(build_parser()))
+    if args.json:
+        print(_faults_json(faults, lessons=len(course.lessons)))
+        return 1 if faults else 0
     for fault in faults:
         print(fault)
     print(f"{counted(len(course.lessons), 'lesson')} checked, {counted(len(faults), 'fault')}", file=sys.stderr)
@@ -183,12 +195,21 @@ def write_catalog(course: Course, args: argparse.Namespace) -> int:
     """Write catalog.json, or compare it."""
     if not args.check:
         catalog.write(course)
+        if args.json:
+            print(_faults_json([], file=catalog.FILE, lessons=len(course.lessons)))
+            return 0
         print(f"{catalog.FILE}: {counted(len(course.lessons), 'lesson')}")
         return 0
     faults = catalog.check_catalog(course)
-    for fault in faults:
+    if args.json:
+        print(_faults_json(faults, file=catalog.FILE, lessons=len(course.lessons)))
+    for fault in () if args.json else faults:
         print(fault)
     return 1 if faults else 0
+
+
+def _faults_json(faults: list[Fault], **facts: object) -> str:
+    return json.dumps({**facts, "faults": [vars(fault) for fault in faults]}, indent=2, ensure_ascii=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,6 +43,7 @@ class Roster:
 
     path: Path
     students: list[Student] = field(default_factory=list)
+    note: str = ""  # what somebody may not have meant
 
     def find(self, text: str) -> Student | None:
         """The student with this id, else this email address, else exactly this name; None if there is none.
@@ -80,7 +81,9 @@ def read_roster(path: Path) -> Roster:
         raise table.fault(table.heading.line, "no student follows the heading")
     for what in ("id", "email"):
         _check_unique(table, students, what)
-    return Roster(path, students)
+    heading = table.columns[identity]
+    note = f"{path}: no column holds an id: that of {shown(heading)} is taken" if identity == email else ""
+    return Roster(path, students, note)
 
 
 def _column(table: Table, columns: list[str], headings: tuple[str, ...] | list[str]) -> int | None:

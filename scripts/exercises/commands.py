@@ -55,7 +55,7 @@ def start_lesson(course: Course, args: argparse.Namespace) -> int:
     """Write a starter."""
     lesson = course.find(args.lesson)
     folder = Path("learn", lesson.id) if args.folder is None else args.folder
-    check_free(course, folder)
+    check_free(course, folder, above=args.folder is not None)
     return _write(lesson, folder, starter_files(course, lesson), args.json)
 
 

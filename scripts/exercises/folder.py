@@ -104,8 +104,13 @@ def read_marker(folder: Path) -> Marker:
     return Marker(**{key: value[key] for key in kinds})
 
 
-def check_free(course: Course, folder: Path) -> None:
-    """UserError if a lesson must not be written there: something is there, or it is among the course's own files."""
+def check_free(course: Course, folder: Path, above: bool = True) -> None:
+    """UserError if a lesson must not be written there: something is there, or it is among the course's own files.
+
+    With `above` also if the folder that it is to lie in does not exist: a name was mistyped.
+    """
+    if above and not folder.absolute().parent.is_dir():
+        raise UserError(f"{folder}: the folder {folder.parent} does not exist")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; the name of a new folder is expected")
     if folder.exists() and any(folder.iterdir()):

@@ -1,5 +1,6 @@
 """`course try`: a learner's functions in order, against the lesson's tests, until one does not pass."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def try_folder(
     marker = read_marker(folder)
     with tempfile.TemporaryDirectory(prefix="course-try-") as holder:
         copy = Path(holder).resolve()
-        shutil.copytree(folder / "phases", copy / "phases", ignore=IGNORED, symlinks=True)
+        _copy(folder, copy)
         own = _same_version(course, marker)
         if own is not None:
             _bring_tests(course, own, copy)
@@ -80,6 +81,23 @@ def try_folder(
             reports.append(replace(report, **shown))  # where the learner edits
             tell(reports[-1])
     return Trial(marker, own is None, reports, left)
+
+
+def _copy(folder: Path, copy: Path) -> None:
+    """A snapshot that can be changed, also of a folder that cannot. UserError, with the file, if one is unreadable."""
+    try:
+        shutil.copytree(folder / "phases", copy / "phases", ignore=IGNORED, symlinks=True)
+    except shutil.Error as error:
+        source, _, why = error.args[0][0]
+        raise UserError(f"{source}: {why}") from None
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: {error.strerror}") from None
+    finally:
+        for at, _, files in os.walk(copy):
+            os.chmod(at, 0o700)
+            for path in (Path(at, name) for name in files):
+                if not path.is_symlink():
+                    path.chmod(0o600)
 
 
 def _in_question(exercises: list[Exercise], ids: Sequence[str], unready: dict[str, Report]) -> list[Exercise]:

@@ -33,7 +33,10 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
         raise UserError(f"lesson {lesson.number} has no exercises: there is nothing to grade")
     check_jobs(args.jobs)
     check_out(args.out, args.resume, lesson.id)
-    of = read_class(args.submissions, read_roster(args.roster) if args.roster else None)
+    roster = read_roster(args.roster) if args.roster else None
+    if roster is not None and roster.note:
+        print(f"course: {roster.note}", file=sys.stderr)
+    of = read_class(args.submissions, roster)
     works = of.only(args.only) if args.only else of.works
     overrides = read_overrides(args.overrides, of, exercises) if args.overrides else {}
     if args.exercise and args.resume:

@@ -118,6 +118,8 @@ def autograde(course: Course, args: argparse.Namespace) -> int:
     value["extra_data"] = {"lesson": lesson.id, "version": judge.layout.version, "isolation": asdict(judge.isolation)}
     gradescope.check_results(value)
     write_output(root / "results" / "results.json", json_text(value), force=True)
+    if args.json:
+        print(json_text(value), end="")
     for item in undecided:
         print(f"not decided: {item['exercise']}: {item['reason']}", file=sys.stderr)
     return 1 if undecided else 0

@@ -45,3 +45,4 @@ def register(add: Callable) -> None:
     autograder.add_argument("--json", action="store_true", help="print what was written as JSON")
     inside = add("autograde", autograde, "what the autograder runs on Gradescope: grades /autograder/submission")
     inside.add_argument("lesson", metavar="NN", help="the lesson's number, for example 76")
+    inside.add_argument("--json", action="store_true", help="print results.json, too")

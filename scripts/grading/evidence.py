@@ -10,10 +10,11 @@ from grading.judge import Verdict
 
 _NOT_EQUAL = re.compile(r"^(?:\w+ differ: )?(.{1,400}?) != (.{1,400}?)(?: : .*)?$")
 _RANK = re.compile(r"\brank (\d+)\b")
+_DEADLOCK = re.compile(r"\bDeadlockError\b|\brank \d+ waits for rank \d+")  # a word in any text is none
 _WAITS = re.compile(r"[^.;\n]*\bwait(?:s|ed|ing)? for\b[^\n]*")
 _STACK = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 AROUND = 3  # lines before and after
-SHOWN = 2000  # characters
+SHOWN, OBSERVED = 2000, 400  # characters of a message, and of what was observed
 
 
 @dataclass
@@ -90,7 +91,7 @@ def collect(verdict: Verdict, cuts: list[Cut], functions: tuple[str, ...]) -> Ev
         _values(evidence, failure, message)
         if rank := _RANK.search(message):
             evidence.rank = int(rank[1])
-        if failure.get("kind") == "DeadlockError" or "deadlock" in message.lower():
+        if _DEADLOCK.search(f"{failure.get('kind')}: {message}"):
             evidence.waiting = "; ".join(part.strip() for part in _WAITS.findall(message))[:SHOWN] or message[:SHOWN]
     frames = [(str(file), int(line)) for file, line, _ in failure.get("frames", [])]
     frames += [(file, int(line)) for file, line, _ in reversed(_STACK.findall(verdict.stacks))]
@@ -110,7 +111,8 @@ def _values(evidence: Evidence, failure: dict, message: str) -> None:
         evidence.observed, value = equal[1], equal[2]
         evidence.expected = f"{value}   ({evidence.expected})" if evidence.expected else value
     else:
-        evidence.observed = f"{kind}: {first}" if first else kind
+        told = " ".join(message.split())[:OBSERVED] if kind == "AssertionError" else first  # a list of differences
+        evidence.observed = f"{kind}: {told}" if told else kind
     evidence.test += f" {subtest}" if subtest else ""
 
 

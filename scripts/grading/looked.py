@@ -20,6 +20,7 @@ def files_json(lesson: Lesson, work: Work, exercises: list[Exercise], results: l
     """What report.json says about files. Paths are those of the download.
 
     looked_at  what exercises were taken from, with the modules that these import
+    empty      of these, files in which nothing is written
     renamed    {"file", "as"}: looked at as a module whose own file is missing
     unclear    {"expected", "files"}: a module that is missing, and more than one file that may be it
     ignored    not looked at, though it is nothing that the lesson gave out
@@ -34,6 +35,7 @@ def files_json(lesson: Lesson, work: Work, exercises: list[Exercise], results: l
     rest = [path for path in [*shown.values(), *handed.unread] if path not in found["looked_at"]]
     return {
         "looked_at": sorted(found["looked_at"]),
+        "empty": sorted(found["looked_at"] & {shown[path] for path, data in handed.files.items() if not data.strip()}),
         "renamed": found["renamed"],
         "unclear": found["unclear"],
         "ignored": [path for path in rest if PurePosixPath(path).name not in layout.given],
@@ -69,6 +71,9 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"{each['expected']} was not handed in; not looked at, because each may be it: {_list(each['files'])}"
         for each in files["unclear"]
     ]
+    if files["empty"] and files["empty"] == files["looked_at"]:
+        rest = f"; not looked at: {_list(files['ignored'])}" if files["ignored"] else ""
+        found.append(f"nothing is written in {_list(files['empty'])}{rest}")
     if not files["looked_at"] and not files["unclear"] and report["submission"] is not None:
         rest, problems = files["ignored"] + files["given"], report["problems"]
         found += [f"none of its files has a name asked for: {_list(rest)}"] if rest else []

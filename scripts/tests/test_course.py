@@ -116,6 +116,17 @@ class TestTest(CommandLine):
         )
         self.assertEqual(result.stderr.count("Ran 1 test in"), 3)
 
+    def test_json(self):
+        self.replace(f"{self.WHEELS}/tests/test_wheel.py", '"Wheel")', '"Wheels")')
+        result = self.course("test", "--json")
+        self.assertEqual(result.returncode, 1)
+        rows = json.loads(result.stdout)
+        self.assertEqual(
+            [(row["name"], row["ran"], row["result"]) for row in rows[:2]],
+            [("01-wheels", 1, "FAILED"), ("02-carts", 1, "ok")],
+        )
+        self.assertEqual(rows[0]["exit_code"], 1)
+
     def test_one_failure_is_enough(self):
         self.replace(f"{self.WHEELS}/tests/test_wheel.py", '"Wheel")', '"Wheels")')
         result = self.course("test")
@@ -142,6 +153,13 @@ class TestTest(CommandLine):
 class TestCheck(CommandLine):
     def test_no_fault(self):
         self.assert_clear(self.course("check"), 0, "2 lessons checked, 0 faults")
+
+    def test_json(self):
+        self.assertEqual(json.loads(self.course("check", "--json").stdout), {"lessons": 2, "faults": []})
+        line = self.replace(f"{self.WHEELS}/docs/en.md", "Ship it.", "Ship `rings.twist`.")
+        result = self.course("check", "--json")
+        (fault,) = json.loads(result.stdout)["faults"]
+        self.assertEqual((fault["path"], fault["line"], result.returncode), (f"{self.WHEELS}/docs/en.md", line, 1))
 
     def test_a_line_a_fault(self):
         line = self.replace(f"{self.WHEELS}/docs/en.md", "Ship it.", "Ship `rings.twist`.")
@@ -188,7 +206,11 @@ class TestCatalog(CommandLine):
             self.course("catalog", "--check"), 1, f'catalog.json:{line}: out of date: \'"id": "01-wheels"'
         )
         self.assertEqual(self.course("check").returncode, 1)
+        (fault,) = json.loads(self.course("catalog", "--check", "--json").stdout)["faults"]
+        self.assertEqual((fault["path"], fault["line"]), ("catalog.json", line))
         self.assert_clear(self.course("catalog"), 0, "catalog.json: 2 lessons")
+        written = json.loads(self.course("catalog", "--json").stdout)
+        self.assertEqual(written, {"file": "catalog.json", "lessons": 2, "faults": []})
         self.assert_clear(self.course("catalog", "--check"), 0, "")
 
     def test_q05_each_number_drifts(self):

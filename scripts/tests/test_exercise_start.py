@@ -17,6 +17,7 @@ from test_course import CommandLine
 
 from check_exercises import KEYS as EXERCISE_KEYS
 from course import main
+from exercises import trial
 from exercises.folder import write_folder
 from exercises.model import load_exercises
 from exercises.starter import KEYS, export_files, starter_files
@@ -141,6 +142,10 @@ class TestStart(Learner):
         self.start()
         before = {path: path.read_bytes() for path in self.mine.rglob("*") if path.is_file()}
         self.assert_clear(self.course("start", "1", "mine", folder=self.work), 2, "mine is not empty")
+        for command in ("start", "export"):
+            result = self.course(command, "1", "no/such/mine", folder=self.work)
+            self.assert_clear(result, 2, "no/such/mine: the folder no/such does not exist")
+        self.assertFalse((self.work / "no").exists())
         self.assertEqual({path: path.read_bytes() for path in self.mine.rglob("*") if path.is_file()}, before)
         (self.work / "file").write_text("x")
         self.assert_clear(self.course("start", "1", "file", folder=self.work), 2, "file is a file")
@@ -248,6 +253,22 @@ class TestTry(Learner):
         self.solve(0, "return ring[1:] + ring[:1]")
         self.rings.with_name("gears.py").write_text("def mesh(:\n")
         self.assertRegex(self.tried(code=1), r"(?m)^turn  passed .*\nroll  broken$")
+
+    def test_a_folder_that_is_read_only(self):
+        self.start()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        paths = [self.mine, *self.mine.rglob("*")]
+        for path in reversed(paths):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        try:
+            with tempfile.TemporaryDirectory() as holder:
+                trial._copy(self.mine, Path(holder))
+                modes = {path.stat().st_mode & 0o777 for path in Path(holder).rglob("*")}
+            self.assertEqual(modes, {0o700, 0o600})
+            self.assertIn("1 of 1 exercise passed", self.tried("turn", code=0))
+        finally:
+            for path in paths:
+                path.chmod(0o755 if path.is_dir() else 0o644)
 
     def test_what_course_grade_does_not_take_is_named_and_does_not_help(self):
         self.start()

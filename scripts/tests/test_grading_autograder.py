@@ -8,6 +8,7 @@ import sys
 import unittest
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -62,6 +63,9 @@ class TestAutograder(Grading):
         self.unpack()
         code, right = self.grade(RINGS.replace("ring[steps:] + ring[:steps]", "[*ring[steps:], *ring[:steps]]"))
         self.assertEqual((code, right["score"]), (0, 8))
+        with mock.patch.dict(os.environ, {"AUTOGRADER": str(self.box)}):
+            self.assertEqual(self.course("autograde", "1", "--json"), 0, self.err)
+        self.assertEqual(json.loads(self.out)["score"], 8)
         code, wrong = self.grade(WRONG)
         self.assertEqual((code, wrong["score"]), (0, 5))
         self.assertEqual([test["status"] for test in wrong["tests"]], ["failed", "passed"])

@@ -92,6 +92,17 @@ class TestClass(Grading):
         self.assertFalse((self.root / "out/s2/results.json").exists())
 
 
+class TestRoster(Grading):
+    def test_without_ids_the_email_address_is_taken_and_that_is_said(self):
+        self.put("roster.csv", "kid,name,email\n1,Anna Lee,s1@x.org\n")
+        (self.root / "in/s1").rename(self.root / "in/s1@x.org")
+        self.assertEqual(self.grade("--only", "s1@x.org"), 0, self.err)
+        self.assertIn("roster.csv: no column holds an id: that of 'email' is taken\n", self.err)
+        self.put("roster.csv", "id,name,email\n1,Anna Lee,s1@x.org\n")
+        self.assertEqual(self.grade("--only", "1", "--resume"), 0, self.err)
+        self.assertNotIn("no column", self.err)
+
+
 class TestBadInput(Grading):
     def test_errors_name_the_value(self):
         for options, message in (

@@ -77,6 +77,19 @@ class TestCollect(unittest.TestCase):
         found = self.evidence("DeadlockError", "deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0")
         self.assertIn("rank 0 waits for rank 1, rank 1 waits for rank 0", found.waiting)
 
+    def test_the_word_deadlock_alone_is_none(self):
+        for message in ("unknown question 'why-deadlock'", "it waits for a deadlock that does not come"):
+            self.assertEqual(self.evidence("ValueError", message).waiting, "")
+        found = self.evidence("RankError", "rank 1 raised DeadlockError: nobody sends")
+        self.assertEqual(found.waiting, "rank 1 raised DeadlockError: nobody sends")
+
+    def test_a_list_of_differences_is_observed_with_its_lines(self):
+        message = "Items in the first set but not the second:\n'x'\nItems in the second set but not the first:\n'y'"
+        observed = self.evidence("AssertionError", message).observed
+        self.assertEqual(observed, f"AssertionError: {' '.join(message.split())}")
+        self.assertEqual(self.evidence("ValueError", "one\ntwo").observed, "ValueError: one")
+        self.assertEqual(len(self.evidence("AssertionError", "word " * 999).observed), 416)
+
     def test_where_it_hung(self):
         verdict = Verdict(
             "incorrect", stacks='Thread 1:\n  File "/a/code/rings.py", line 2 in turn\n  File "u", line 3 in f'

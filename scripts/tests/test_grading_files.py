@@ -70,6 +70,17 @@ class TestNames(Files):
         self.assertNotIn("files: s4", self.out)
         self.assertIn("Nothing was handed in by: s4, s5\n", self.text("out/class.md"))
 
+    def test_an_empty_file_is_named(self):
+        self.put("in/s1/rings.py", "\n")
+        self.put("in/s1/answers.txt", "def turn ...")
+        self.put("in/s2/rings.py", "# nothing yet\n")
+        self.grade_all()
+        note = "s1: nothing is written in s1/rings.py; not looked at: s1/answers.txt\n"
+        self.assertIn(f"files: {note}", self.out)
+        self.assertIn(f"- {note}", self.text("out/class.md"))
+        self.assertEqual(self.report("s1")["files"]["empty"], ["s1/rings.py"])
+        self.assertNotIn("files: s2", self.out)
+
     def test_helpers_are_looked_at_and_the_lessons_own_files_only_counted(self):
         self.put("in/s1/code/rings.py", f"from spokes import f\n{RINGS.replace(RIGHT, 'return f(ring, steps)')}")
         self.put("in/s1/code/spokes.py", "def f(ring, n):\n    return ring[n:] + ring[:n]\n")
