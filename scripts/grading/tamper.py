@@ -102,7 +102,8 @@ class Guard:
         for value in list(vars(module).values()):
             own = isinstance(value, type) and value.__module__ == module.__name__
             if own and (value is unittest.TestCase or not issubclass(value, _Kept | unittest.TestCase)):
-                self._keep(f"{label}.{value.__name__}", value, list(vars(value)))
+                methods = [name for name in vars(value) if _is_method([value], name) or _code(vars(value)[name])]
+                self._keep(f"{label}.{value.__name__}", value, methods)  # the rest may count something
 
     def _keep_class(self, owner: type) -> None:
         """What its own setUpClass sets is no trick: there only methods are kept."""

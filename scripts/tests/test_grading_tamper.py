@@ -111,6 +111,7 @@ class TestHonest(Tricks):
 
     def setUp(self):
         self.known, self.maxDiff = self.more, None
+        Counted.alive += 1
         self.assertTrue(callable(self.run))
 
 """
@@ -119,6 +120,8 @@ class TestHonest(Tricks):
             "class TestTurn(unittest.TestCase):\n",
             f"class TestTurn(unittest.TestCase):{honest}",
         )
+        counted = "class Counted:\n    alive = 0\n\n\nclass TestTurn("
+        self.replace(f"{self.WHEELS}/tests/test_wheel.py", "class TestTurn(", counted)
         (verdict,) = self.judge_all(["return [*ring[steps:], *ring[:steps]]"])
         self.assertEqual((verdict.status, verdict.noted), ("correct", []), verdict)
 
