@@ -1,7 +1,8 @@
 """A process that has imported torch once, and forks for each run: `import torch` costs more than most tests.
 
 `python -m grading.zygote DESCRIPTOR MODULE...`, started in the folder scripts/. It reads one JSON request a line from
-the socket and answers with one line, how the run ended. It has no threads, and at most one run at a time.
+the socket and answers with one line, how the run ended. It has no threads, and at most one run at a time. (A child of
+it reads, watches the run, and answers.)
 """
 
 import contextlib
@@ -120,21 +121,37 @@ def outcome(ended: sandbox.Ended) -> Outcome:
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests until the other end is closed."""
+    """Have each request answered by a child, until the other end is closed.
+
+    This process itself reads nothing: what it read would be in the memory of all later runs, and a student's code could
+    find another's there.
+    """
     with socket.socket(fileno=descriptor) as connection:
         os.set_inheritable(descriptor, False)
-        buffer = b""
-        while True:
-            data = connection.recv(1 << 16)
-            if not data:
-                return
-            buffer += data
-            if buffer.endswith(b"\n"):  # one request at a time: nothing follows it before the answer
-                ended = answer(json.loads(buffer), connection)
-                if ended.reason == "cancelled":
-                    return  # nobody waits for an answer
-                connection.sendall(json.dumps(dataclasses.asdict(ended)).encode() + b"\n")
-                buffer = b""
+        while connection.recv(1, socket.MSG_PEEK):
+            if (child := os.fork()) == 0:
+                code = 1
+                try:
+                    code = serve_one(connection)
+                finally:
+                    os._exit(code)
+            if os.waitpid(child, 0)[1] != 0:
+                return  # nobody waits for an answer, or nobody is left to give one
+
+
+def serve_one(connection: socket.socket) -> int:
+    """Read one request, perform it, and answer; return 0, or 1 if nobody waits for the answer."""
+    buffer = b""
+    while not buffer.endswith(b"\n"):  # one request at a time: nothing follows it before the answer
+        data = connection.recv(1 << 16)
+        if not data:
+            return 1
+        buffer += data
+    ended = answer(json.loads(buffer), connection)
+    if ended.reason == "cancelled":
+        return 1
+    connection.sendall(json.dumps(dataclasses.asdict(ended)).encode() + b"\n")
+    return 0
 
 
 def answer(value: dict, connection: socket.socket) -> sandbox.Ended:

@@ -131,6 +131,18 @@ READ = """import glob
                 pass
     raise ValueError(chr(10).join(found))"""
 
+SEARCH = """import re
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        found = 0
+        for row in maps.read().splitlines():
+            begin, end = (int(text, 16) for text in row.split()[0].split("-"))
+            try:
+                memory.seek(begin)
+                found += len(re.findall(b"some[b]ody else's line", memory.read(end - begin)))
+            except (OSError, OverflowError, ValueError):
+                pass
+    raise ValueError(found)"""
+
 
 @unittest.skipUnless(FULL.fork, "the sandbox needs Linux")
 class TestReports(Grading):
@@ -173,6 +185,15 @@ class TestReports(Grading):
         self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, text))
         self.KIND = "FileNotFoundError"
         self.assertIn(f"No such file or directory: '{path}'", self.message())
+
+    def test_the_process_remembers_no_other_student(self):
+        """One process forks for all of them. Of much text something is left in memory that was freed."""
+        lines = "\n".join(f"    # {number}: somebody else's line" for number in range(3000))
+        self.put("in/s1/code/rings.py", RINGS.replace(RIGHT, f"{RIGHT}\n{lines}"))
+        self.put("in/s2/code/rings.py", RINGS.replace(RIGHT, SEARCH))
+        self.assertEqual(self.grade("--resume", "--jobs", "1"), 0, self.err)
+        self.assertEqual(self.report("s1")["exercises"][0]["status"], "correct")
+        self.assertEqual(self.report("s2")["exercises"][0]["evidence"]["observed"], "ValueError: 0")
 
     def test_where_nothing_is_hidden_the_table_and_the_report_say_so(self):
         with mock.patch("grading.isolation.probe", lambda folder: PLAIN):

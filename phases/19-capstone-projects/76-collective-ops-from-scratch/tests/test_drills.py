@@ -135,9 +135,10 @@ class TestDrills(unittest.TestCase):
         }
         for name, words in values.items():
             with self.subTest(drill=name):
-                ran = self.assert_report(name, r"RankError: rank [0-3] raised ValueError: ranks disagree")
-                for rank in range(4):
-                    self.assertIn(f"[rank {rank}] ValueError: ranks disagree on a collective: {words}\n", ran.err)
+                error = f"ValueError: ranks disagree on a collective: {words}"
+                ran = self.assert_report(name, rf"RankError: rank [0-3] raised {re.escape(error)}")
+                said = re.findall(r"^\[rank [0-3]\] (\w+: .*)$", ran.err, re.M)  # a slow rank may be ended before it
+                self.assertLessEqual(set(said), {error})
                 self.assertIn("victims: none: every rank raised the same error", ran.out)
 
     def test_deadlock(self):
