@@ -6,22 +6,33 @@ lesson's own is in the other's place, and together they are nothing.
 
 import ast
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from exercises.model import Exercise, names_by_module
-from exercises.source import Function, GraftError, bound_names, parse, statements
+from exercises.source import Function, GraftError, bound_names, decode, parse, statements
 from exercises.surgery import graft_all, is_stub
+from grading.beside import modules_beside
 from grading.judge import Judge
 from grading.own import lesson_with_new, texts_of
 from grading.submissions import Work
 
 
-def circles(judge: Judge, exercises: list[Exercise], work: Work) -> dict[str, list[Exercise]]:
-    """{id of an exercise: those that it is in a circle with}, beyond the circles of the lesson's own code."""
+Calls = set[
+    tuple[str, str]
+]  # (one, other), ids of exercises: one calls the other, directly or through what else there is
+
+
+def called(judge: Judge, exercises: list[Exercise], work: Work) -> tuple[Calls, Calls]:
+    """Who calls whom in the student's exercises put together, and who in the lesson's own code."""
     own = {path.stem: text for path in judge.lesson.modules() if (text := judge.layout.source(path.stem)) is not None}
-    joined = own | with_all(judge, exercises, work)
-    new = _mutual(joined, exercises) - _mutual(own, exercises)
-    known = {exercise.id: exercise for exercise in exercises}
-    return {one: [known[other] for first, other in sorted(new) if first == one] for one, _ in new}
+    joined = own | with_all(judge, exercises, work) | _modules_of_its_own(judge, work)
+    return _calls(joined, exercises), _calls(own, exercises)
+
+
+def circles(calls: Calls, known: Calls) -> dict[str, list[str]]:
+    """{id of an exercise: those that it is in a circle with}, beyond the circles of the lesson's own code."""
+    new = sorted(_mutual(calls) - _mutual(known))
+    return {one: [other for first, other in new if first == one] for one, _ in new}
 
 
 def with_all(judge: Judge, exercises: list[Exercise], work: Work) -> dict[str, str]:
@@ -39,14 +50,32 @@ def with_all(judge: Judge, exercises: list[Exercise], work: Work) -> dict[str, s
     return found
 
 
-def _mutual(texts: dict[str, str], exercises: list[Exercise]) -> set[tuple[str, str]]:
-    """(one, other) for exercises of which each calls the other, directly or through what else there is."""
+def _modules_of_its_own(judge: Judge, work: Work) -> dict[str, str]:
+    """The student's own modules, which the lesson's import."""
+    found = {}
+    for path, text in texts_of(judge, work).values():
+        for name, file in modules_beside(work.handed, path, text, judge.layout).items():
+            try:
+                parse(own := decode(work.handed.files[file]))
+            except GraftError:
+                continue  # the run says what is wrong with it
+            found[PurePosixPath(name).name] = own
+    return found
+
+
+def _calls(texts: dict[str, str], exercises: list[Exercise]) -> Calls:
     graph = _graph(texts)
     reach = {exercise.id: _reached(graph, exercise.functions) for exercise in exercises}
-    calls = {
-        (one.id, other.id) for one in exercises for other in exercises if reach[one.id].intersection(other.functions)
+    return {
+        (one.id, other.id)
+        for one in exercises
+        for other in exercises
+        if one != other and reach[one.id].intersection(other.functions)
     }
-    return {(one, other) for one, other in calls if one != other and (other, one) in calls}
+
+
+def _mutual(calls: Calls) -> Calls:
+    return {(one, other) for one, other in calls if (other, one) in calls}
 
 
 def _reached(graph: dict[str, set[str]], start: tuple[str, ...]) -> set[str]:

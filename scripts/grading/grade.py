@@ -18,7 +18,7 @@ from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
 from faults import UserError
 from grading.beside import modules_beside
-from grading.circles import circles, with_all
+from grading.circles import Calls, called, circles, with_all
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
 from grading.own import lesson_with_new, not_taken, texts_of
@@ -80,11 +80,16 @@ def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
 
 def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:
     """What is right only because each of some exercises was judged with the lesson's own others is not."""
-    exercises = read_exercises(judge.lesson)
+    exercises = {exercise.id: exercise for exercise in read_exercises(judge.lesson)}
     right = {result.exercise: result for result in results if result.status == "correct" and not result.published}
-    found = circles(judge, exercises, work) if right else {}
-    for exercise in (each for each in exercises if each.id in right and each.id in found):
-        others = found[exercise.id]
+    if not right:
+        return
+    calls, known = called(judge, [*exercises.values()], work)
+    _note_leaning(results, calls - known)
+    right = {result.exercise: result for result in results if result.exercise in right}
+    found = circles(calls, known)
+    for exercise in (each for each in exercises.values() if each.id in right and each.id in found):
+        others = [exercises[other] for other in found[exercise.id]]
         cuts = _cut_all(judge, exercise, work)
         texts = with_all(judge, [exercise, *others], work)
         for module, text in texts.items():
@@ -98,6 +103,18 @@ def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:
             )
             wrong = _result(exercise, replace(verdict, reason=f"{why}; {verdict.reason}"), list(cuts.values()))
             results[results.index(right[exercise.id])] = replace(wrong, files=right[exercise.id].files)
+
+
+def _note_leaning(results: list[Result], calls: Calls) -> None:
+    """Tell the instructor of each exercise that is right because the lesson's own stands for one that is not."""
+    status = {result.exercise: result.status for result in results}
+    for index, result in enumerate(results):
+        others = [other for one, other in sorted(calls) if one == result.exercise]
+        told = [
+            f"leans on {other}, which is not solved" for other in others if status.get(other, "correct") != "correct"
+        ]
+        if result.status == "correct" and told:
+            results[index] = replace(result, noted=[*result.noted, *told])
 
 
 def grade_exercise(judge: Judge, exercise: Exercise, work: Work) -> Result:

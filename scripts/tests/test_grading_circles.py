@@ -30,6 +30,22 @@ class TestCircles(Grading):
         self.assertEqual([first["points"], second["points"]], [0, 0])
         self.assertEqual(first["files"], ["s1/code/rings.py"])
 
+    def test_through_a_module_of_their_own(self):
+        self.put(
+            "in/s1/code/mine.py",
+            "import rings\n\n\ndef first(size, at):\n    return rings.turn(list(range(size)), at)[0]\n",
+        )
+        text = RINGS.replace(RIGHT, TURN).replace(REST, "return mine.first(self.size, int(distance % self.size))")
+        self.put("in/s1/code/rings.py", text.replace("import math", "import math\n\nimport mine"))
+        self.assertEqual(self.grade("--only", "s1"), 0, self.err)
+        self.assertEqual(self.statuses("s1"), ["incorrect", "incorrect"])
+
+    def test_what_leans_on_an_exercise_that_is_not_solved_is_told_to_the_instructor(self):
+        for rest, told in (("return 0", ["leans on roll, which is not solved"]), (REST, [])):
+            self.assertEqual(self.graded_as(rest=rest)[0], "correct")
+            self.assertEqual([each["what"] for each in self.report("s1")["by_hand"]], told)
+        self.assertNotIn("leans on", self.text("out/s1/report.md"))
+
     def test_through_a_helper(self):
         helper = "\n\ndef first(size, at):\n    return turn(list(range(size)), at)[0]\n"
         self.put("in/s1/code/rings.py", "")
