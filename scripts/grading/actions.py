@@ -32,15 +32,13 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
     if not exercises:
         raise UserError(f"lesson {lesson.number} has no exercises: there is nothing to grade")
     check_jobs(args.jobs)
-    check_out(args.out, args.resume, lesson.id)
+    check_out(args.out, args.resume, lesson.id, [exercise.id for exercise in exercises] if args.exercise else None)
     roster = read_roster(args.roster) if args.roster else None
     if roster is not None and roster.note:
         print(f"course: {roster.note}", file=sys.stderr)
     of = read_class(args.submissions, roster)
     works = of.only(args.only) if args.only else of.works
     overrides = read_overrides(args.overrides, of, exercises) if args.overrides else {}
-    if args.exercise and args.resume:
-        raise UserError("--exercise with --resume: part of a lesson is graded into a new folder")
     limits, isolation = limits_of(args), NONE if args.no_isolation else None
     before = signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: no run is left behind
     try:
@@ -76,7 +74,7 @@ def _grade(run: ClassRun, works: list[Work], args: argparse.Namespace) -> int:
 def _tell_begin(run: ClassRun, works: list[Work], jobs: int) -> None:
     """What is going to happen: nothing else is printed before the first student is done."""
     count = run.waiting(works)
-    kept = f" ({counted(len(works) - count, 'report')} still hold)" if count < len(works) else ""
+    kept = f" ({counted(len(works) - count, 'report')} kept)" if count < len(works) else ""
     what = f"{counted(count, 'student')} to grade{kept}, {counted(len(run.exercises), 'exercise')}"
     first = "; first its tests are run on the lesson's own code" if count > jobs else ""
     print(f"lesson {run.judge.lesson.number}: {what}, {jobs} at a time{first}" if count else f"{what}", flush=True)

@@ -33,7 +33,7 @@ class TestResume(Grading):
         table = self.text("out/class.md")
         with mock.patch.object(Judge, "_run", side_effect=AssertionError("a run")):
             self.assertEqual(self.grade("--resume", "--jobs", "2"), 0, self.err)
-            self.assertEqual(self.out.splitlines()[0], "0 students to grade (5 reports still hold), 2 exercises")
+            self.assertEqual(self.out.splitlines()[0], "0 students to grade (5 reports kept), 2 exercises")
             self.assertEqual(self.out.count("(as before)"), 5)
         self.assertEqual(self.text("out/class.md"), table)
 
@@ -62,6 +62,14 @@ class TestResume(Grading):
         rows = list(csv.DictReader(self.text("out/class.csv").splitlines()))
         self.assertEqual([row["points"] for row in rows], ["8", "8", "0", "0", "0"])
         self.assertEqual(self.grade("--resume", "--exercise", "turn"), 2)
+        self.assertIn("a report on turn, roll; it would be replaced by one on turn", self.err)
+
+    def test_part_of_a_lesson_can_go_on(self):
+        self.assertEqual(self.grade("--exercise", "turn", "--only", "s1"), 0, self.err)
+        (self.root / "out" / "s1" / "kept").touch()
+        self.assertEqual(self.grade("--exercise", "turn", "--resume"), 0, self.err)
+        self.assertEqual([item["exercise"] for item in self.report("s2")["exercises"]], ["turn"])
+        self.assertIn("4 students to grade (1 report kept), 1 exercise", self.out)
 
 
 class TestInterruption(Grading):
