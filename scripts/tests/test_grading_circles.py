@@ -93,8 +93,10 @@ class TestByHand(Grading):
 
     def test_what_the_lessons_own_module_does_is_not_listed(self):
         self.put(f"{self.WHEELS}/code/rings.py", RINGS.replace("import math", "import gc\nimport math"))
-        self.put("in/s1/code/rings.py", RINGS.replace("import math", "import gc\nimport math"))
+        text = RINGS.replace("import math", "import gc\nimport math\nfrom re import compile")
+        self.put("in/s1/code/rings.py", text.replace(RIGHT, f"compile('a')\n    {RIGHT}"))
         self.assertEqual(self.grade("--only", "s1"), 0, self.err)
+        self.assertEqual(self.statuses("s1")[0], "correct")
         self.assertEqual(self.report("s1")["by_hand"], [])
 
 
