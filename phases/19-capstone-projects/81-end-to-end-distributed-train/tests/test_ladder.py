@@ -84,6 +84,10 @@ class TestChosenPlans(unittest.TestCase):
                 self.assertEqual((rung.sent, rung.held), (rung.sent_predicted, rung.held_predicted))
                 self.assertGreater(rung.sent, 0) if plan.world_size > 1 else self.assertEqual(rung.sent, 0)
 
+    def test_an_axis_alone_and_all_three(self):
+        for plan in map(parse_plan, ("dp2 zero2", "pp2 m4", "tp2", "dp2 pp2 tp2 zero1 m2")):
+            self.assertEqual(compare(plan, SHORT, run(str(plan))).faults, [], str(plan))
+
     def test_fp64_is_2_to_the_29_closer(self):
         """Nothing but rounding: in fp64 the differences shrink as eps does."""
         for text in ("dp3 zero1 m2", "tp4 zero2", "pp2 tp2 m2", "dp2 pp2 zero3 m2", "dp5", "dp2 tp2 zero3"):
