@@ -6,6 +6,7 @@ lesson's own is in the other's place, and together they are nothing.
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 from exercises.model import Exercise, names_by_module
@@ -26,7 +27,8 @@ def called(judge: Judge, exercises: list[Exercise], work: Work) -> tuple[Calls, 
     """Who calls whom in the student's exercises put together, and who in the lesson's own code."""
     own = {path.stem: text for path in judge.lesson.modules() if (text := judge.layout.source(path.stem)) is not None}
     joined = own | with_all(judge, exercises, work) | _modules_of_its_own(judge, work)
-    return _calls(joined, exercises), _calls(own, exercises)
+    functions = tuple((exercise.id, tuple(exercise.functions)) for exercise in exercises)
+    return _calls(tuple(joined.items()), functions), _calls(tuple(own.items()), functions)
 
 
 def circles(calls: Calls, known: Calls) -> dict[str, list[str]]:
@@ -63,15 +65,12 @@ def _modules_of_its_own(judge: Judge, work: Work) -> dict[str, str]:
     return found
 
 
-def _calls(texts: dict[str, str], exercises: list[Exercise]) -> Calls:
-    graph = _graph(texts)
-    reach = {exercise.id: _reached(graph, exercise.functions) for exercise in exercises}
-    return {
-        (one.id, other.id)
-        for one in exercises
-        for other in exercises
-        if one != other and reach[one.id].intersection(other.functions)
-    }
+@lru_cache(maxsize=8)  # the lesson's own are the same for all students
+def _calls(texts: tuple[tuple[str, str], ...], functions: tuple[tuple[str, tuple[str, ...]], ...]) -> Calls:
+    """`texts`: (module, its text) of each; `functions`: (id of an exercise, its functions)."""
+    graph = _graph(dict(texts))
+    reach = {one: _reached(graph, names) for one, names in functions}
+    return {(one, other) for one in reach for other, names in functions if one != other and reach[one] & set(names)}
 
 
 def _mutual(calls: Calls) -> Calls:

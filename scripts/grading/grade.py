@@ -85,8 +85,6 @@ def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:
     if not right:
         return
     calls, known = called(judge, [*exercises.values()], work)
-    _note_leaning(results, calls - known)
-    right = {result.exercise: result for result in results if result.exercise in right}
     found = circles(calls, known)
     for exercise in (each for each in exercises.values() if each.id in right and each.id in found):
         others = [exercises[other] for other in found[exercise.id]]
@@ -103,6 +101,7 @@ def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:
             )
             wrong = _result(exercise, replace(verdict, reason=f"{why}; {verdict.reason}"), list(cuts.values()))
             results[results.index(right[exercise.id])] = replace(wrong, files=right[exercise.id].files)
+    _note_leaning(results, calls - known)
 
 
 def _note_leaning(results: list[Result], calls: Calls) -> None:

@@ -82,3 +82,11 @@ def _children(pid: int) -> list[int]:
             with suppress(OSError):
                 found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
+
+
+def close_all_but(kept: set[int]) -> None:
+    """Close what this process has open, but for the standard streams and `kept`."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))

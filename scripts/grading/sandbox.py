@@ -220,7 +220,7 @@ class _Family:
             linux.die_with_parent()
             if os.getppid() != supervisor:
                 os._exit(1)  # it died before it was watched
-            _close_all_but(set(self.writers.values()))
+            processes.close_all_but(set(self.writers.values()))
             os.nice(5)  # so that who watches gets a turn
             apart.enter(self.isolation, self.folder, self.limits.folder_bytes, self.task.prepare, self.task.hide)
             os.chdir(self.folder)
@@ -292,10 +292,3 @@ class _Family:
 def _cpu_of_children() -> float:
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _close_all_but(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
