@@ -56,9 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     writing.add_argument("--check", action="store_true", help="only compare; exit 1 if it is out of date")
     writing.add_argument("--json", action="store_true", help="print what was written, or is out of date, as JSON")
     ladder = add("ladder", climb, "run every combination of parallelism and hold it against the golden run (lesson 81)")
-    ladder.add_argument("--quick", action="store_true", help="a chosen dozen of plans")
+    ladder.add_argument("--quick", action="store_true", help="chosen plans, as in CI")
     ladder.add_argument("--only", action="append", default=[], metavar="PLAN", help="such as 'dp2 pp2 zero1 m2'")
-    ladder.add_argument("--dtype", metavar="D", help="of all plans: float32, float64 or bfloat16")
+    ladder.add_argument(
+        "--dtype",
+        metavar="D",
+        help="of all plans: float32, float64 or bfloat16, which leaves out those without ZeRO; not with --only",
+    )
     ladder.add_argument("--processes", action="store_true", help="as processes, not as virtual ranks")
     ladder.add_argument("--tied", action="store_true", help="the head's matrix is the token embedding")
     ladder.add_argument("--steps", metavar="N", help="steps of the run (default: 30)")

@@ -32,7 +32,7 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
     if not exercises:
         raise UserError(f"lesson {lesson.number} has no exercises: there is nothing to grade")
     check_jobs(args.jobs)
-    check_out(args.out, args.resume, lesson.id, [exercise.id for exercise in exercises] if args.exercise else None)
+    check_out(args.out, args.resume, lesson.id, [exercise.id for exercise in exercises])
     roster = read_roster(args.roster) if args.roster else None
     if roster is not None and roster.note:
         print(f"course: {roster.note}", file=sys.stderr)

@@ -6,6 +6,7 @@ lesson's own is in the other's place, and together they are nothing.
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
@@ -87,21 +88,45 @@ def _reached(graph: dict[str, set[str]], start: tuple[str, ...]) -> set[str]:
     return found
 
 
+@dataclass
+class _Names:
+    """What the modules together define, and what names stand for what."""
+
+    defined: dict[str, ast.stmt]
+    passed_on: dict[str, str]  # "module.name" that a module has from another, or by another name: what it is
+    functions: dict[str, list[str]]  # of modules, by their own names
+    methods: dict[str, list[str]]
+
+    def origin(self, full: str) -> str:
+        """What a name is in the end: modules hand on what they import."""
+        seen: set[str] = set()
+        while full in self.passed_on and full not in seen:
+            seen.add(full)
+            full = self.passed_on[full]
+        return full
+
+
 def _graph(texts: dict[str, str]) -> dict[str, set[str]]:
     """{"module.qualified.name": those that it names} for functions, methods, and values that a module keeps."""
+    bodies = {module: parse(text).tree.body for module, text in texts.items()}
     defined: dict[str, ast.stmt] = {}
-    for module, text in texts.items():
-        defined |= _definitions(module, parse(text).tree.body)
-    methods: dict[str, list[str]] = {}
-    for name in (name for name, node in defined.items() if name.count(".") > 1 and isinstance(node, Function)):
-        methods.setdefault(name.rpartition(".")[2], []).append(name)
-    graph = {}
-    for module, text in texts.items():
-        aliases = _aliases(module, parse(text).tree.body, texts)
-        for name, node in defined.items():
-            if name.partition(".")[0] == module:
-                graph[name] = set(_named(name, node, aliases, defined, methods)) - {name}
-    return graph
+    for module, body in bodies.items():
+        defined |= _definitions(module, body)
+    aliases = {module: _aliases(module, body, texts, defined) for module, body in bodies.items()}
+    names = _Names(defined, {}, {}, {})
+    names.passed_on = {
+        f"{module}.{name}": full
+        for module, found in aliases.items()
+        for name, full in found.items()
+        if full != f"{module}.{name}"
+    }
+    for name, node in defined.items():
+        if isinstance(node, Function):
+            kind = names.methods if name.count(".") > 1 else names.functions
+            kind.setdefault(name.rpartition(".")[2], []).append(name)
+    return {
+        name: set(_named(name, node, aliases[name.partition(".")[0]], names)) - {name} for name, node in defined.items()
+    }
 
 
 def _definitions(prefix: str, body: list[ast.stmt]) -> dict[str, ast.stmt]:
@@ -114,21 +139,25 @@ def _definitions(prefix: str, body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
-def _aliases(module: str, body: list[ast.stmt], texts: dict[str, str]) -> dict[str, str]:
+def _aliases(module: str, body: list[ast.stmt], texts: dict[str, str], defined: dict[str, ast.stmt]) -> dict[str, str]:
     """{name in this module: what it is}: "schedule" or "schedule.gpipe"."""
     found: dict[str, str] = {}
     for node in ast.walk(ast.Module(body, [])):
         if isinstance(node, ast.ImportFrom) and node.module in texts:
             found |= {item.asname or item.name: f"{node.module}.{item.name}" for item in node.names}
+            if "*" in found:
+                del found["*"]
+                everything = (name.split(".") for name in defined)
+                found |= {
+                    parts[1]: ".".join(parts) for parts in everything if parts[0] == node.module and len(parts) == 2
+                }
         elif isinstance(node, ast.Import):
             found |= {item.asname or item.name: item.name for item in node.names if item.name in texts}
     return found | {name: f"{module}.{name}" for node in statements(body) for name in bound_names(node) - set(found)}
 
 
-def _named(
-    name: str, node: ast.stmt, aliases: dict[str, str], defined: dict[str, ast.stmt], methods: dict[str, list[str]]
-) -> Iterator[str]:
-    """The functions and values that it names; of an object that is not known, the methods of that name."""
+def _named(name: str, node: ast.stmt, aliases: dict[str, str], names: _Names) -> Iterator[str]:
+    """The functions and values that it names, or spells in a text, as for getattr; of an unknown object, methods."""
     inside = name.rpartition(".")[0] if isinstance(node, Function) else ""
     for item in ast.walk(node):
         full = ""
@@ -137,7 +166,10 @@ def _named(
         elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name):
             owner = inside if item.value.id in ("self", "cls") else aliases.get(item.value.id, "")
             full = f"{owner}.{item.attr}"
-            yield from methods.get(item.attr, []) if not owner else ()
+            yield from names.methods.get(item.attr, []) if not owner else ()
         elif isinstance(item, ast.Attribute):
-            yield from methods.get(item.attr, [])
-        yield from (each for each in (full, f"{full}.__init__") if each in defined)
+            yield from names.methods.get(item.attr, [])
+        elif isinstance(item, ast.Constant) and isinstance(item.value, str):
+            yield from names.functions.get(item.value, [])
+        full = names.origin(full)
+        yield from (each for each in (full, f"{full}.__init__") if each in names.defined)

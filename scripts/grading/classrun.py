@@ -174,19 +174,20 @@ class ClassRun:
         write_output(folder / "report.json", json_text(report), force=True)  # last: --resume goes by it
 
 
-def check_out(out: Path, resume: bool, lesson: str, part: list[str] | None = None) -> None:
-    """UserError unless reports on this lesson, or on this part of its exercises, may be written there."""
+def check_out(out: Path, resume: bool, lesson: str, exercises: list[str]) -> None:
+    """UserError unless reports on these exercises of this lesson may be written there."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: a file; a folder for the reports is expected")
     if out.is_dir() and any(out.iterdir()) and not resume:
         raise UserError(f"{out} is not empty: --resume goes on with it, or name a new folder")
     for file in sorted(out.glob("*/report.json")):
-        other, ids = lesson, part
+        other, ids = lesson, exercises
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # what is no report is written anew
             report = json.loads(file.read_bytes())
             other = report["lesson"]
             ids = [item["exercise"] for item in report["exercises"]]
         if other != lesson:
             raise UserError(f"{file}: a report on {other}; a folder for reports on {lesson} is expected")
-        if part is not None and ids != part:
-            raise UserError(f"{file}: a report on {', '.join(ids)}; it would be replaced by one on {', '.join(part)}")
+        if ids != exercises:
+            more = f"it would be replaced by one on {', '.join(exercises)}; name a new folder"
+            raise UserError(f"{file}: a report on {', '.join(ids)}; {more}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from grading.grade import Result, _note_leaning
 from grading_course import RIGHT, RINGS, Grading
 
 TURN = "at = int(Wheel(1000).rest(steps))\n    return ring[at:] + ring[:at]"
@@ -30,6 +31,22 @@ class TestCircles(Grading):
         self.assertEqual([first["points"], second["points"]], [0, 0])
         self.assertEqual(first["files"], ["s1/code/rings.py"])
 
+    def test_through_modules_that_hand_on(self):
+        """`from mine2 import first`, `from mine2 import *`; and a name that is only spelt."""
+        body = "def first(size, at):\n    return {}(list(range(size)), at)[0]\n"
+        for hands_on, call in (
+            ("from mine2 import first\n", "rings.turn"),
+            ("from mine2 import *\n", "rings.turn"),
+            ("from mine2 import *\n", "getattr(rings, 'turn')"),
+            ("from mine2 import first\n", "vars(rings)['turn']"),
+        ):
+            self.put("in/s1/code/mine.py", hands_on)
+            self.put("in/s1/code/mine2.py", f"import rings\n\n\n{body.format(call)}")
+            text = RINGS.replace(RIGHT, TURN).replace(REST, "return mine.first(self.size, int(distance % self.size))")
+            self.put("in/s1/code/rings.py", text.replace("import math", "import math\n\nimport mine"))
+            self.assertEqual(self.grade("--only", "s1", "--resume"), 0, self.err)
+            self.assertEqual(self.statuses("s1"), ["incorrect", "incorrect"], (hands_on, call))
+
     def test_through_a_module_of_their_own(self):
         self.put(
             "in/s1/code/mine.py",
@@ -45,6 +62,11 @@ class TestCircles(Grading):
             self.assertEqual(self.graded_as(rest=rest)[0], "correct")
             self.assertEqual([each["what"] for each in self.report("s1")["by_hand"]], told)
         self.assertNotIn("leans on", self.text("out/s1/report.md"))
+
+    def test_what_leans_on_one_that_is_wrong_for_its_circle(self):
+        results = [Result("a", "correct", 1, 1), Result("b", "incorrect", 0, 1)]
+        _note_leaning(results, {("a", "b")})
+        self.assertEqual([each.noted for each in results], [["leans on b, which is not solved"], []])
 
     def test_through_a_helper(self):
         helper = "\n\ndef first(size, at):\n    return turn(list(range(size)), at)[0]\n"

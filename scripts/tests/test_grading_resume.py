@@ -70,6 +70,10 @@ class TestResume(Grading):
         self.assertEqual(self.grade("--exercise", "turn", "--resume"), 0, self.err)
         self.assertEqual([item["exercise"] for item in self.report("s2")["exercises"]], ["turn"])
         self.assertIn("4 students to grade (1 report kept), 1 exercise", self.out)
+        before = self.text("out/s2/report.json")
+        self.assertEqual(self.grade("--resume"), 2)
+        self.assertIn("a report on turn; it would be replaced by one on turn, roll", self.err)
+        self.assertEqual(self.text("out/s2/report.json"), before)
 
 
 class TestInterruption(Grading):

@@ -91,6 +91,8 @@ def check_comparable(plan: Plan, recipe: Recipe) -> None:
         raise ValueError(f"{plan} has {plan.world_size} ranks: the ladder runs at most {MOST_RANKS} on one machine")
     if plan.microbatches > recipe.rows:
         raise ValueError(f"{recipe.rows} sequences cannot be {plan.microbatches} microbatches")
+    if plan.dtype == "bfloat16" and recipe.steps > Recipe.steps:
+        raise ValueError(f"bfloat16 has bounds for {Recipe.steps} steps at most, got --steps {recipe.steps}")
 
 
 @cache
@@ -223,7 +225,7 @@ def line(rung: Rung) -> str:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="ladder", description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a chosen dozen of plans, as in CI")
+    parser.add_argument("--quick", action="store_true", help="chosen plans, as in CI")
     parser.add_argument("--only", action="append", type=as_plan, metavar="PLAN", help='such as "dp2 pp2 zero1 m2"')
     parser.add_argument("--dtype", choices=DTYPES, help="of all plans; bfloat16 leaves out those without ZeRO")
     parser.add_argument("--processes", action="store_true", help="run the plans as processes, not as virtual ranks")

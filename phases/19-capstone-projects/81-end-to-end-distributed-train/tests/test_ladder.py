@@ -185,6 +185,10 @@ class TestCommand(unittest.TestCase):
             (["--only", "dp1000000"], "1000000 ranks: the ladder runs at most 64 on one machine"),
             (["--only", "m25"], "24 sequences cannot be 25 microbatches"),
             (["--dtype", "bfloat16", "--only", "zero1"], "a plan says its dtype itself"),
+            (
+                ["--only", "dp3 zero1 bfloat16", "--steps", "31"],
+                "bfloat16 has bounds for 30 steps at most, got --steps 31",
+            ),
             (["--dtype", "float16"], "invalid choice: 'float16'"),
         ]:
             code, _, err = self.main(*argv)
