@@ -85,8 +85,19 @@ def _children(pid: int) -> list[int]:
 
 
 def close_all_but(kept: set[int]) -> None:
-    """Close what this process has open, but for the standard streams and `kept`."""
+    """Close what this process has open, but for the standard streams and `kept`.
+
+    What multiprocessing started in the parent is forgotten, too: its two helper processes listen behind what is closed,
+    whose numbers may soon be those of other files. Who needs them starts new ones.
+    """
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
             with suppress(OSError):
                 os.close(int(name))
+    from multiprocessing import forkserver, process, resource_tracker  # not everywhere; here is Linux
+
+    for helper in (resource_tracker._resource_tracker, forkserver._forkserver):
+        for attribute in ("_fd", "_pid", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"):
+            if hasattr(helper, attribute):
+                setattr(helper, attribute, None)
+    process.current_process()._config.pop("tempdir", None)

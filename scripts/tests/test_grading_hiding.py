@@ -1,9 +1,11 @@
 """A run sees nobody else's files: no submission, report, class list or key, and no solution."""
 
+import multiprocessing
 import os
 import sys
 import tempfile
 import unittest
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest import mock
 
@@ -63,17 +65,20 @@ class TestSandbox(unittest.TestCase):
         self.assertEqual(self.printed(body), [str(devices), "1 3 True"])
 
     def test_python_still_imports_and_starts_others(self):
+        resource_tracker.ensure_running()  # its pipe is closed in the run, which has to start its own
+        forkserver.ensure_running()
+
         def body(channel):
-            import multiprocessing
             import sqlite3  # noqa: F401, not imported before
             import subprocess
             import wave  # noqa: F401
 
             print(subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout.strip())
-            with multiprocessing.get_context("spawn").Pool(2) as pool:
-                print(pool.map(abs, [-2, 3]))
+            for method in ("spawn", "forkserver"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    print(pool.map(abs, [-2, 3]))
 
-        self.assertEqual(self.printed(body), ["1", "[2, 3]"])
+        self.assertEqual(self.printed(body), ["1", "[2, 3]", "[2, 3]"])
 
 
 class TestPlan(unittest.TestCase):
