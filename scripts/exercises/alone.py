@@ -1,11 +1,13 @@
 """One exercise of a learner's in the lesson's own modules, as `course grade` judges it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from exercises.judge import Verdict, judge
+from exercises.calls import calls_in, circles
 from exercises.graft import with_new
-from exercises.model import Exercise
+from exercises.judge import Verdict, judge
+from exercises.model import Exercise, names_by_module
+from exercises.source import parse
 from exercises.surgery import GraftError, decode, graft_all
 from exercises.untaken import changes
 from lessons import Lesson
@@ -16,15 +18,16 @@ def source(lesson: Lesson, module: str) -> Path:
     return lesson.folder / "code" / f"{module}.py"
 
 
-def alone_in(own: Lesson, lesson: Lesson, exercise: Exercise) -> dict[Path, str]:
-    """The lesson's modules as the course has them, with what is new in the learner's and this exercise's functions.
+def alone_in(own: Lesson, lesson: Lesson, exercises: Sequence[Exercise]) -> dict[Path, str]:
+    """The lesson's modules as the course has them, with what is new in the learner's and these exercises' functions.
 
     Only those that are not so already.
     """
+    functions = names_by_module([name for exercise in exercises for name in exercise.functions])
     texts = {}
     for path, pristine, data in _modules(own, lesson):
         try:
-            alone = graft_all(_with_new(pristine, data), data, exercise.by_module.get(path.stem, []))
+            alone = graft_all(_with_new(pristine, data), data, functions.get(path.stem, []))
         except GraftError:
             return {}
         if alone.encode() != data:
@@ -42,6 +45,19 @@ def left_out(own: Lesson, lesson: Lesson, exercises: list[Exercise]) -> list[str
         except GraftError:
             continue  # an exercise of it says so
     return [name for name in found if name not in functions]
+
+
+def circles_in(own: Lesson, lesson: Lesson, exercises: Sequence[Exercise]) -> dict[str, list[str]]:
+    """{id of an exercise: those that it calls in a circle}, in what the learner wrote and not in the course's code."""
+    pristine = {path.stem: path.read_text(encoding="utf-8") for path in own.modules()}
+    mine = dict(pristine)
+    for path in lesson.modules():
+        try:
+            parse(text := decode(path.read_bytes()))
+        except GraftError:
+            continue  # an exercise of it says so
+        mine[path.stem] = text
+    return circles(calls_in(mine, exercises), calls_in(pristine, exercises))
 
 
 def _modules(own: Lesson, lesson: Lesson) -> Iterator[tuple[Path, str, bytes]]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from exercises.alone import alone_in, judge_with, left_out, source
+from exercises.alone import alone_in, circles_in, judge_with, left_out, source
 from exercises.folder import Marker, lesson_files, read_marker, version, write_folder
-from exercises.judge import judge
+from exercises.judge import Verdict, judge
 from exercises.model import Exercise, choose, names_by_module, read_exercises, with_dependencies
 from exercises.surgery import GraftError, decode, find, graft_all, is_stub
 from faults import UserError
@@ -31,6 +31,19 @@ class Report:
     test: str = ""  # the first that failed
     message: str = ""
     note: str = ""  # with what else of the learner's it goes otherwise
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all exercises are tried in."""
+
+    lesson: Lesson  # the copy of the learner's folder
+    own: Lesson | None  # the course's lesson, if the folder is of its version
+    exercises: list[Exercise]
+    unready: dict[str, Report]
+    left: list[str]  # see Trial.left_out
+    circles: dict[str, list[str]]
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -71,12 +84,14 @@ def try_folder(
         if own is not None:
             _lend(own, lesson, exercises)
         left = left_out(own, lesson, exercises) if own is not None else []
+        rings = circles_in(own, lesson, exercises) if own is not None else {}
+        setting = _Setting(lesson, own, exercises, unready, left, rings, deadline)
         reports: list[Report] = []
         for exercise in _in_question(exercises, ids, unready):
             if any(report.status not in ("passed", "skipped") for report in reports):
                 report = Report(exercise, "not reached")
             else:
-                report = unready.get(exercise.id) or _run(lesson, own, exercise, exercises, unready, left, deadline)
+                report = unready.get(exercise.id) or _run(setting, exercise)
             shown = {key: getattr(report, key).replace(str(copy), str(folder)) for key in ("message", "note")}
             reports.append(replace(report, **shown))  # where the learner edits
             tell(reports[-1])
@@ -163,46 +178,56 @@ def _unready(lesson: Lesson, exercise: Exercise) -> Report | None:
     return None
 
 
-def _run(
-    lesson: Lesson,
-    own: Lesson | None,
-    exercise: Exercise,
-    exercises: list[Exercise],
-    unready: dict[str, Report],
-    left: list[str],
-    deadline: float,
-) -> Report:
-    """The report on an exercise that is written; `own` is the course's lesson, if the folder is of its version.
+def _run(at: _Setting, exercise: Exercise) -> Report:
+    """The report on an exercise that is written.
 
     Where the learner changed more (`left`), what passes is run once more without that, as course grade does.
     """
-    verdict = judge(lesson.folder / "tests", exercise.tests, deadline)
+    verdict = judge(at.lesson.folder / "tests", exercise.tests, at.deadline)
     together = Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message)
-    if verdict.status == "skipped" or (verdict.status == "passed" and not left):
+    if verdict.status == "skipped" or (verdict.status == "passed" and not at.left):
         return together
-    others = [other for other in exercises if other.id != exercise.id]
-    if own is None:
-        missing = [other.id for other in others if f"NotImplementedError: [{other.id}]" in verdict.output]
-        return replace(together, status="not judged", message=_not_lent(missing[0])) if missing else together
-    texts = alone_in(own, lesson, exercise)
+    if at.own is None:
+        needs = [each.id for each in at.exercises if f"NotImplementedError: [{each.id}]" in verdict.output]
+        needs = [needed for needed in needs if needed != exercise.id]
+        return replace(together, status="not judged", message=_not_lent(needs[0])) if needs else together
+    texts = alone_in(at.own, at.lesson, [exercise])
     if not texts:
         return together
-    alone = judge_with(texts, lesson, exercise, deadline)
+    alone = judge_with(texts, at.lesson, exercise, at.deadline)
     seconds = together.seconds + alone.seconds
+    if alone.status == "passed" and exercise.id in at.circles:
+        report = _in_circle(at, exercise)
+        if report.status != "passed":
+            return replace(report, seconds=seconds + report.seconds)
     if verdict.status == "passed":
         if alone.status == "passed":
             return replace(together, seconds=seconds)
-        note = f"right only with what else you changed: {', '.join(left)}"
+        note = f"right only with what else you changed: {', '.join(at.left)}"
         return Report(exercise, alone.status, seconds, alone.test, alone.message, note)
     if alone.status != "passed":
         first = verdict if alone.test == verdict.test else alone
         return Report(exercise, first.status, seconds, first.test, first.message)
-    begun = [other for other in others if getattr(unready.get(other.id), "status", "") != "not started"]
+    return Report(exercise, "passed", seconds, note=_but_together(at, exercise, verdict, texts))
+
+
+def _in_circle(at: _Setting, exercise: Exercise) -> Report:
+    """The report on an exercise with all that it calls in a circle, as course grade judges it."""
+    others = [each for each in at.exercises if each.id in at.circles[exercise.id]]
+    verdict = judge_with(alone_in(at.own, at.lesson, [exercise, *others]), at.lesson, exercise, at.deadline)
+    names = " and ".join(other.id for other in others)
+    note = f"right only with the course's own {names}, and with yours not: they call each other in a circle"
+    return Report(exercise, verdict.status, verdict.seconds, verdict.test, verdict.message, note)
+
+
+def _but_together(at: _Setting, exercise: Exercise, verdict: Verdict, texts: dict[Path, str]) -> str:
+    """With what else of the learner's the exercise, right by itself, went as `verdict` says."""
+    others = [other for other in at.exercises if other.id != exercise.id]
+    begun = [other for other in others if getattr(at.unready.get(other.id), "status", "") != "not started"]
     begun = [other.id for other in begun if other.by_module.keys() & {path.stem for path in texts}]
     what = f"what else you changed in {', '.join(path.name for path in texts)}"
     what += f" (exercises: {', '.join(begun)})" if begun else ""
-    note = f"right by itself, but with {what} it {verdict.status}: {verdict.test}\n{verdict.message}"
-    return Report(exercise, "passed", seconds, note=note)
+    return f"right by itself, but with {what} it {verdict.status}: {verdict.test}\n{verdict.message}"
 
 
 def _not_lent(missing: str) -> str:

@@ -13,12 +13,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from exercises.calls import Calls, circles
 from exercises.model import Exercise, read_exercises
 from exercises.source import GraftError, decode, definition, parse
 from exercises.surgery import graft_all, is_stub
 from faults import UserError
 from grading.beside import modules_beside
-from grading.circles import Calls, called, circles, with_all
+from grading.circles import called, with_all
 from grading.evidence import Cut, collect
 from grading.judge import FACTOR, Judge, Verdict
 from grading.own import lesson_with_new, not_taken, texts_of

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 SEARCHES = ("gc.get_objects", "gc.get_referrers", "gc.get_referents")  # no exercise needs these
-LOOKS = ("sys._getframe", "sys._current_frames")
-ATTRIBUTES = {"object.__getattr__": ("tb_frame",), "object.__setattr__": ("__code__",)}
+LOOKS = ("sys._getframe", "sys._current_frames", "sys._current_exceptions", "sys.settrace", "sys.setprofile")
+FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+ATTRIBUTES = {"object.__getattr__": FRAMES, "object.__setattr__": ("__code__",)}  # whatever way they are spelt
 MOST = 20  # that are told
 
 

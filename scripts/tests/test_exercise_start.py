@@ -243,6 +243,21 @@ class TestTry(Learner):
         self.assertIn("turn is right by itself, but with what else you changed in rings.py (exercises: roll) it", text)
         self.assertIn("roll is right by itself, but with what else you changed in rings.py (exercises: turn)", text)
 
+    def test_what_call_each_other_in_a_circle_are_not_right(self):
+        self.start()
+        self.solve(
+            0, "return [ring[int(Wheel(3, len(ring)).roll(at + 1) * len(ring)) % len(ring)] for at in range(len(ring))]"
+        )
+        self.solve(1, "return turn(list(range(99)))[int(distance / self.size) - 1]")
+        text = self.tried(code=1)
+        self.assertRegex(text, r"(?m)^turn  failed ")
+        self.assertIn(
+            "turn is right only with the course's own roll, and with yours not: they call each other in", text
+        )
+        self.assertRegex(self.tried("roll", code=1), r"(?m)^turn  failed ")
+        self.write("turn(list(range(99)))[int(distance / self.size) - 1]", "distance / self.size")
+        self.assertIn("2 of 2 exercises passed", self.tried(code=0))
+
     def test_what_does_not_parse_elsewhere_is_not_its_fault(self):
         gears = '"""Gears."""\n\n\ndef mesh(teeth):\n    """Mesh them."""\n    return teeth\n'
         self.put(f"{self.WHEELS}/code/gears.py", gears)

@@ -90,12 +90,14 @@ class TestTricks(Tricks):
     def test_looks_are_noted_and_change_nothing(self):
         text = "import inspect, sys, logging, collections\nsys._getframe()\ninspect.currentframe()\n"
         text += "logging.getLogger('x').warning('y')\ncollections.namedtuple('P', 'a b')\n"
-        text += f"exec('import sys; sys._getframe()')\n{RIGHT}"
+        text += "exec('import sys; sys._getframe()')\n"
+        text += f"getattr((0 for _ in ()), '_'.join(('gi', 'frame')))\nsys.settrace(None)\n{RIGHT}"
         for isolation in (None, NONE):
             (verdict,) = self.judge_all([lines(text)], isolation)
             self.assertEqual(verdict.status, "correct", verdict)
             place = f"{self.WHEELS}/code/rings.py, turn"
-            self.assertEqual(verdict.noted, [f"sys._getframe in {place}", "sys._getframe in <string>, <module>"])
+            looks = [f"sys._getframe in {place}", "sys._getframe in <string>, <module>"]
+            self.assertEqual(verdict.noted, [*looks, f"gi_frame in {place}", f"sys.settrace in {place}"])
 
 
 class TestHonest(Tricks):
