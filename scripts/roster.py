@@ -1,5 +1,6 @@
 """The class list: a CSV with `id`, `name` and, if you like, `email`, or an export of Canvas, Moodle or Gradescope."""
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,14 @@ class Roster:
             if found:
                 return found[0]
         return None
+
+
+def announced_roster(path: Path | None) -> Roster | None:
+    """The roster, if there is one; what its author may not have meant is printed to standard error."""
+    roster = None if path is None else read_roster(path)
+    if roster is not None and roster.note:
+        print(f"course: {roster.note}", file=sys.stderr)
+    return roster
 
 
 def read_roster(path: Path) -> Roster:

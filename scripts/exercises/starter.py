@@ -162,5 +162,5 @@ To hand in your work: the files that you changed in `{lesson.path.as_posix()}/co
 new modules of yours that they import; or a zip of this folder. Each exercise is judged in the lesson's own code: your
 functions of that exercise, and all that is new in your files (functions, classes, methods, values), are put into it.
 What you changed in other code that was there is not taken (`course try` names it), so that no exercise can fail because
-of another; write a new function instead.
+of another; write a new function instead. A function that is asked for is defined with `def`, where it stands now.
 """

@@ -21,7 +21,7 @@ from grading.overrides import read_overrides
 from grading.submissions import Work, read_class
 from inputs import json_text
 from lessons import Course
-from roster import read_roster
+from roster import announced_roster
 from words import counted
 
 
@@ -33,9 +33,7 @@ def grade_class(course: Course, args: argparse.Namespace) -> int:
         raise UserError(f"lesson {lesson.number} has no exercises: there is nothing to grade")
     check_jobs(args.jobs)
     check_out(args.out, args.resume, lesson.id, [exercise.id for exercise in exercises])
-    roster = read_roster(args.roster) if args.roster else None
-    if roster is not None and roster.note:
-        print(f"course: {roster.note}", file=sys.stderr)
+    roster = announced_roster(args.roster)
     of = read_class(args.submissions, roster)
     works = of.only(args.only) if args.only else of.works
     overrides = read_overrides(args.overrides, of, exercises) if args.overrides else {}

@@ -17,7 +17,7 @@ from grading.naming import find_module
 from grading.submissions import Class, Work, read_class
 from inputs import json_text
 from lessons import Course, Lesson
-from roster import read_roster
+from roster import announced_roster
 from testrun import table
 
 LEAST = 5  # fingerprints of one's own: fewer say nothing
@@ -112,7 +112,7 @@ def show_similar(course: Course, args: argparse.Namespace) -> int:
     lesson = course.find(args.lesson)
     if not 0 <= args.least <= 100 or math.isnan(args.least):
         raise UserError(f"--least {args.least}: a percentage from 0 to 100 is expected")
-    of = read_class(args.submissions, read_roster(args.roster) if args.roster else None)
+    of = read_class(args.submissions, announced_roster(args.roster))
     pairs = compare(of, lesson, args.least / 100)
     if args.json:
         value = {"lesson": lesson.id, "note": NOTE, "least": args.least, "pairs": [vars(p) for p in pairs]}

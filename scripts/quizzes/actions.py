@@ -21,7 +21,7 @@ from quizzes.grade import find_files, grade, read_answers
 from quizzes.gradebook import read_gradebook
 from quizzes.sheet import Sheet, read_sheet
 from quizzes.stats import is_right
-from roster import read_roster
+from roster import announced_roster
 from words import counted
 
 
@@ -98,7 +98,7 @@ def write_quiz_forms(course: Course, args: Namespace) -> int:
     """Write the forms."""
     quiz = Bank(course).quiz(args.lesson)
     _check_text("--seed", args.seed)
-    roster = read_roster(args.roster)
+    roster = announced_roster(args.roster)
     write_forms(quiz, roster, args.seed, args.out)
     value = {"lesson": quiz.lesson, "quiz": quiz.sha256, "seed": args.seed, "students": len(roster.students)}
     lines = [
@@ -113,7 +113,7 @@ def write_quiz_forms(course: Course, args: Namespace) -> int:
 def grade_quizzes(course: Course, args: Namespace) -> int:
     """Grade; 0 whatever the grades are."""
     bank = Bank(course)
-    roster = None if args.roster is None else read_roster(args.roster)
+    roster = announced_roster(args.roster)
     files, aside = find_files(args.answers)
     stages = stages_of(args.stage)
     found = grade(read_answers(files, bank, args.lesson, stages), stages, roster, args.newest)

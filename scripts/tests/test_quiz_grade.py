@@ -180,6 +180,13 @@ class TestGradeQuiz(QuizCase):
         self.assertIn(f"a.json:6: 'E' is no option of {first!r}", lines[0])
         self.assertIn(f"c.json:7: 'Z' is no option of {second!r}", lines[1])
 
+    def test_what_stands_for_the_id_is_said(self):
+        self.file("in/a.json", self.sheet("s1@x.org", **self.letters(None)))
+        roster = self.file("r.csv", "kid,name,email\n1,Ada,s1@x.org\n")
+        for args in (("grade-quiz", self.work / "in"), ("quiz-forms", "1", "--out", self.work / "f")):
+            _, err = self.course(*args, "--roster", roster)
+            self.assertEqual(err, f"course: {roster}: no column holds an id: that of 'email' is taken\n")
+
     def test_files_that_are_none(self):
         empty = self.work / "empty"
         empty.mkdir()

@@ -28,7 +28,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--text", type=demo.path, metavar="FILE", help="train on the characters of a text file")
     parser.add_argument("--real", action="store_true", help="10M parameters, operated, on Python's own source")
     parser.add_argument("--resume", type=demo.path, metavar="DIR", help="go on from a checkpoint of the same job")
-    parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in a dozen ways, and compare them")
+    parser.add_argument("--ladder", action="store_true", help="deal one run to ranks in twenty ways, and compare them")
     parser.add_argument("--inject-nan", type=demo.positive, metavar="STEP", help="drill: a NaN gradient on one rank")
     parser.add_argument("--size", choices=["124M", "774M", "tiny"], help="with --bench: GPT-2 of this size, for GPUs")
     parser.add_argument("--batch", type=demo.positive, default=16, help="with --size: sequences a rank (default: 16)")

@@ -224,7 +224,7 @@ def line(rung: Rung) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="ladder", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="course ladder", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="chosen plans, as in CI")
     parser.add_argument("--only", action="append", type=as_plan, metavar="PLAN", help='such as "dp2 pp2 zero1 m2"')
     parser.add_argument("--dtype", choices=DTYPES, help="of all plans; bfloat16 leaves out those without ZeRO")
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(rung) for rung in rungs], indent=2))
     failed = [rung for rung in rungs if rung.faults]
     bitwise = sum(rung.bitwise for rung in rungs)
-    print(f"{len(rungs)} plans run: {bitwise} bitwise, {len(failed)} failed", file=sys.stderr)
+    print(f"{len(rungs)} plan{'s' * (len(rungs) != 1)} run: {bitwise} bitwise, {len(failed)} failed", file=sys.stderr)
     return 1 if failed else 0
 
 
