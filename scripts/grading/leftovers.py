@@ -17,12 +17,12 @@ class SharedMemory:
     def remove_new(self) -> list[str]:
         """The names of what was removed."""
         new = [name for name in _names() if name not in self.before and name.startswith(MADE_BY_PYTHON)]
-        used = _mapped() if new else ""
+        used = _in_use() if new else set()
         removed = []
         for name in new:
             path = FOLDER / name
             with contextlib.suppress(OSError):
-                if path.lstat().st_uid == os.getuid() and f"{FOLDER}/{name}" not in used:
+                if (found := path.lstat()).st_uid == os.getuid() and found.st_ino not in used:
                     path.unlink()
                     removed.append(name)
         return removed
@@ -34,11 +34,17 @@ def _names() -> list[str]:
     return []
 
 
-def _mapped() -> str:
-    """All mappings of all processes that we may look at."""
-    texts = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                texts.append(Path(f"/proc/{name}/maps").read_text(errors="replace"))
-    return "\n".join(texts)
+def _in_use() -> set[int]:
+    """The inodes of files that a process has open or mapped. Their names would not do: a semaphore is mapped first, and
+    gets its name then. Files open are looked at first, since what is mapped may be closed, and not the other way round.
+    """
+    found: set[int] = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for each in os.scandir(f"/proc/{name}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(each.stat().st_ino)
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{name}/maps").read_text(errors="replace").splitlines():
+                found.add(int(line.split()[4]))
+    return found

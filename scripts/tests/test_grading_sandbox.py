@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from grading import processes, records, sandbox
+from grading import leftovers, processes, records, sandbox
 from grading.isolation import NONE, Isolation, probe
 from grading.limits import MIB, Limits
 
@@ -216,6 +217,21 @@ class TestNothingIsLeft(Both):
 
         self.assertEqual(self.sandboxed(body).output, "True\n")
         self.assertFalse(Path("/dev/shm", name).exists())
+
+
+@unittest.skipUnless(LINUX, "the sandbox needs Linux")
+class TestSharedMemory(unittest.TestCase):
+    def test_what_others_made_meanwhile_stays(self):
+        before = leftovers.SharedMemory()
+        lock = multiprocessing.get_context("spawn").Lock()
+        path = Path(f"/dev/shm/psm_open_{os.getpid()}")
+        self.addCleanup(path.unlink, missing_ok=True)
+        with path.open("wb"):
+            before.remove_new()
+            self.assertTrue(path.exists())
+        before.remove_new()
+        self.assertFalse(path.exists())
+        self.assertTrue(Path(f"/dev/shm/sem.{lock._semlock.name.removeprefix('/')}").exists())
 
 
 class TestKillers(Both):
