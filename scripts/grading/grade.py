@@ -6,11 +6,13 @@
 | incorrect     | a test failed, or the run ended in another way than with all tests passed       | 0      |
 | not attempted | the functions are as in the starter, or file or function was not handed in      | 0      |
 | blocked       | cannot be run: no Python, cannot be cut out, or the submission's time is used up | 0      |
-| error         | this machine could not judge it: the tests fail here on the lesson's own code   | open   |
+| error         | it could not be judged: the tests fail here on the lesson's own code, say       | open   |
 """
 
 import time
+import traceback
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from exercises.calls import Calls, circles
@@ -21,7 +23,7 @@ from faults import UserError
 from grading.beside import modules_beside
 from grading.circles import called, with_all
 from grading.evidence import Cut, collect
-from grading.judge import FACTOR, Judge, Verdict
+from grading.judge import FACTOR, Judge, Stopped, Verdict
 from grading.own import lesson_with_new, not_taken, texts_of
 from grading.runner import LOADING
 from grading.naming import find_module, names_like
@@ -73,10 +75,28 @@ def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
         if time.monotonic() - begin > judge.limits.submission_seconds + slow and work.handed is not None:
             reason = f"not run: the submission's {judge.limits.submission_seconds:g} s were used up before"
             results.append(Result(exercise.id, "blocked", 0, exercise.points, reason))
-        else:
+            continue
+        try:
             results.append(grade_exercise(judge, exercise, work))
-    _judge_circles(judge, results, work)
+        except (UserError, Stopped, OSError):
+            raise
+        except Exception as error:  # the class is graded all the same
+            results.append(Result(exercise.id, "error", None, exercise.points, _own_fault(error)))
+    try:
+        _judge_circles(judge, results, work)
+    except (UserError, Stopped, OSError):
+        raise
+    except Exception as error:
+        for result in results:
+            result.noted = [*result.noted, f"no circle was looked for: {_own_fault(error)}"]
     return results
+
+
+def _own_fault(error: Exception) -> str:
+    """What to say of a fault of the grader itself: nobody's points are decided by it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return f"the grader itself failed, please report it: {type(error).__name__}: {error} ({where})"
 
 
 def _judge_circles(judge: Judge, results: list[Result], work: Work) -> None:

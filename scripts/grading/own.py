@@ -17,7 +17,9 @@ def not_taken(judge: Judge, exercise: Exercise, work: Work) -> list[str]:
     """
     others = {name for other in read_exercises(judge.lesson) for name in other.functions}
     texts = texts_of(judge, work)
-    words = {word for module, names in exercise.by_module.items() for word in used(texts[module][1], names)}
+    words: set[str] = set()
+    for module, names in exercise.by_module.items():
+        words |= used(texts[module][1] if module in texts else judge.layout.source(module), names)
     found = []
     for module, (_, text) in texts.items():
         names = [f"{module}.{name}" for name in changes(judge.layout.source(module), text)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -90,6 +91,25 @@ class TestClass(Grading):
         self.assertIsNone(self.report("s2")["points"])
         self.assertIn("not decided: s2 roll: the tests fail here on the lesson as it is", self.out)
         self.assertFalse((self.root / "out/s2/results.json").exists())
+
+    def test_a_fault_of_the_grader_leaves_one_exercise_open_and_the_class_is_graded(self):
+        with mock.patch("grading.grade.not_taken", side_effect=KeyError("peak")):
+            self.assertEqual(self.grade(), 1)
+        self.assertEqual(self.statuses("s2"), ["error", "correct"])
+        self.assertEqual(self.report("s2")["exercises"][0]["points"], None)
+        self.assertRegex(
+            self.out, r"not decided: s2 turn: the grader itself failed, please report it: KeyError: 'peak' \("
+        )
+        self.assertEqual(self.grade("--resume"), 0, self.err)
+        self.assertEqual(self.statuses("s2"), ["incorrect", "correct"])
+
+    def test_circles_that_cannot_be_looked_for_are_the_instructors_to_see(self):
+        self.put("in/s1/code/rings.py", RINGS.replace(RIGHT, f"at = steps\n    {RIGHT}"))
+        with mock.patch("grading.grade.called", side_effect=RecursionError("deep")):
+            self.assertEqual(self.grade("--only", "s1"), 0, self.err)
+        whats = {each["what"].partition(" (")[0] for each in self.report("s1")["by_hand"]}
+        fault = "the grader itself failed, please report it: RecursionError: deep"
+        self.assertEqual(whats, {f"no circle was looked for: {fault}"})
 
 
 class TestRoster(Grading):

@@ -8,7 +8,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from exercises.graft import with_new
 from exercises.untaken import changes
-from grading_course import RIGHT, RINGS, Grading
+from grading_course import EXERCISES, RIGHT, RINGS, Grading
 from lessons import Course
 
 LESSON = '''"""Doc."""
@@ -186,6 +186,15 @@ class TestGrades(Grading):
         text = RINGS.replace(RIGHT, "return [0]").replace("distance / self.size", "0 * len(turn([1]))")
         self.assertEqual(self.graded_as(rings=text, gears=GEARS.replace("teeth = 3", "teeth = 4")), ["incorrect"] * 2)
         self.assertEqual(self.left(), [["gears.Gear.teeth"], ["gears.Gear.teeth", "rings.turn"]])
+
+    def test_of_two_modules_one_is_the_lessons_own(self):
+        roll = {**EXERCISES[1], "function": ["rings.Wheel.roll", "gears.Gear.turns"]}
+        self.put(f"{self.WHEELS}/code/gears.py", f"{GEARS}\n    def turns(self):\n        return helper\n")
+        self.put_json(f"{self.WHEELS}/exercises.json", [EXERCISES[0], roll])
+        text = RINGS.replace("distance / self.size", "distance").replace(RIGHT, "return 0")
+        self.put("in/s1/code/gears.py", (self.root / self.WHEELS / "code/gears.py").read_text())
+        self.assertEqual(self.graded_as(rings=text), ["incorrect", "incorrect"])
+        self.assertEqual(self.left(), [None, None])
 
     def test_a_new_line_that_fails_costs_only_those_that_use_it(self):
         text = RINGS.replace("HOURS = 12", "HOURS = 12\nimport nothing_of_this_name\nBAD = 1 / 0")
