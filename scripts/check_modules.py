@@ -11,7 +11,7 @@ from lessons import Course
 
 IDIOM = "sys.path[:0] = map(str, Path(__file__).resolve().parents[3].glob('*/*/code'))"
 AS_PYTHON = "sys.path[0] = str(Path(sys.argv[0]).resolve().parent)"  # a script that runs another in its place
-DEPENDENCIES = ("torch", "numpy", "matplotlib", "pytest", "setuptools")
+DEPENDENCIES = ("torch", "numpy", "matplotlib", "pytest", "xdist", "setuptools")
 _MACHINE_PATH = re.compile(r"(?<![\w.~$}/-])(?:[A-Za-z]:[\\/]+Users[\\/]+|/(?:home|Users|root|work|workspaces?)/)\w*")
 
 

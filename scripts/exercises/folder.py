@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from faults import UserError, read_text
@@ -37,7 +38,8 @@ def borrowed_files(course: Course, lesson: Lesson) -> Files:
     return {path.relative_to(course.root).as_posix(): path.read_bytes() for path in others}
 
 
-def imported(text: str) -> set[str]:
+@lru_cache(maxsize=512)
+def imported(text: str) -> frozenset[str]:
     """The modules that a source imports anywhere, also inside its functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
@@ -45,7 +47,7 @@ def imported(text: str) -> set[str]:
             names.update(item.name.split(".")[0] for item in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module.split(".")[0])
-    return names
+    return frozenset(names)
 
 
 def digest(files: Files) -> str:

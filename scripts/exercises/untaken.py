@@ -3,6 +3,7 @@
 import ast
 import copy
 from collections.abc import Iterable
+from functools import lru_cache
 
 from exercises.additions import changed, free
 from exercises.source import Function, Source, bound_names, definition, is_main_guard, parse, statements
@@ -18,7 +19,7 @@ def changes(pristine: str, text: str) -> list[str]:
     not count. GraftError if `text` is not Python.
     """
     here, there = parse(pristine), parse(text)
-    ours, theirs = _defined(here), _defined(there)
+    ours, theirs = _defined(pristine), _defined(text)
     owners = {"": None} | _classes(here)
     found = []
     for name, what in theirs.items():
@@ -52,10 +53,11 @@ def used(text: str, names: Iterable[str]) -> set[str]:
     return found
 
 
-def _defined(source: Source) -> dict[str, str]:
+@lru_cache(maxsize=128)  # each exercise of a student asks for all modules
+def _defined(text: str) -> dict[str, str]:
     """{qualified name: what defines it} of a module's functions and values, its classes' heads, and what is in them."""
     found: dict[str, str] = {}
-    todo = [("", source.tree.body)]
+    todo = [("", parse(text).tree.body)]
     while todo:
         prefix, body = todo.pop()
         for node in statements(body):
