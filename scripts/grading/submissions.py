@@ -49,7 +49,10 @@ class Class:
 
 
 def read_class(path: Path, roster: Roster | None) -> Class:
-    """All that was handed in, matched by the roster; without one each name on a folder or file is a student."""
+    """All that was handed in, matched by the roster; without one each name on a folder or file is a student.
+
+    In the roster's order; without one by name.
+    """
     handed, stray = split(read_tree(path))
     if not handed:
         raise UserError(f"{path}: nothing was handed in: no folder of a student, and no file of a platform's download")
@@ -66,7 +69,8 @@ def read_class(path: Path, roster: Roster | None) -> Class:
         if work.handed is not None:
             work.superseded.append(work.handed.label)
         work.handed = item
-    return Class(sorted(works.values(), key=lambda work: work.student.line or 0), sorted(unmatched), stray)
+    in_order = sorted(works.values(), key=lambda work: (work.student.line, work.student.name.casefold()))
+    return Class(in_order, sorted(unmatched), stray)
 
 
 def match(handed: Handed, roster: Roster | None) -> tuple[Student | None, str]:

@@ -71,6 +71,11 @@ class TestPlatforms(Folder):
         again = self.of.only("s3")[0].handed.replaced
         self.assertEqual(again, [("nunezjose_13_9_rings-2.py", "nunezjose_13_9_rings-10.py")])
 
+    def test_without_a_roster_students_stand_by_name(self):
+        for number, name in enumerate(("deeann", "annlee", "Bodyk", "coxi")):
+            self.put(f"in/{name}_{9 - number}_{number}_rings.py", "x")
+        self.assertEqual([*self.handed(roster=False)], ["annlee", "Bodyk", "coxi", "deeann"])
+
     def test_canvas_by_the_id_it_knows(self):
         self.put("in/somebody_2_9_rings.py", "x")
         self.put("roster.csv", "id,name\n2,Anna Lee\n")
