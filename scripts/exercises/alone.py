@@ -51,7 +51,7 @@ def circles_in(own: Lesson, lesson: Lesson, exercises: Sequence[Exercise]) -> di
     """{id of an exercise: those that it calls in a circle}, in what the learner wrote and not in the course's code."""
     pristine = {path.stem: path.read_text(encoding="utf-8") for path in own.modules()}
     mine = dict(pristine)
-    for path in lesson.modules():
+    for path in filter(Path.is_file, lesson.modules()):
         try:
             parse(text := decode(path.read_bytes()))
         except GraftError:

@@ -116,8 +116,8 @@ def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    """With a capital first, unless a file's name comes first."""
-    return text if re.match(r"\S+\.py\b", text) else text[:1].upper() + text[1:]
+    """With a capital first, unless a name of code or of a file comes first."""
+    return text if re.match(r"\S+\.py\b|\w*[_.]\w|\w+ is no function", text) else text[:1].upper() + text[1:]
 
 
 def _code(text: object) -> str:

@@ -81,7 +81,7 @@ def prints(lesson: Lesson, work: Work, modules: list[str], known: set[int]) -> P
 
 
 def compare(of: Class, lesson: Lesson, least: float) -> list[Pair]:
-    """The pairs that share at least this part (0 to 1) of what is one's own, the most alike first."""
+    """The pairs that share at least this part (0 to 1) of what is one's own, those that share most first."""
     modules = sorted({module for exercise in load_exercises(lesson) for module in exercise.by_module})
     known = given(lesson)
     all_prints = [prints(lesson, work, modules, known) for work in of.works if work.handed]
@@ -100,7 +100,7 @@ def compare(of: Class, lesson: Lesson, least: float) -> list[Pair]:
             lines,
         )
         pairs += [pair] if pair.share >= least else []
-    return sorted(pairs, key=lambda pair: (-pair.share, -pair.shared, pair.first, pair.second))
+    return sorted(pairs, key=lambda pair: (-pair.shared, -pair.share, pair.first, pair.second))
 
 
 def _place(at: tuple[str, int]) -> str:

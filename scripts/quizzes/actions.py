@@ -119,7 +119,9 @@ def grade_quizzes(course: Course, args: Namespace) -> int:
     found = grade(read_answers(files, bank, args.lesson, stages), stages, roster, args.newest)
     if aside:
         names = ", ".join(map(str, aside[:5])) + (", ..." if len(aside) > 5 else "")
-        print(f"{len(aside)} left aside, as no .json: {names}", file=sys.stderr)
+        tables = any(path.suffix.lower() == ".csv" for path in aside)
+        hint = " (a class's .csv is read where it is named itself)" if tables else ""
+        print(f"{len(aside)} left aside, as no .json: {names}{hint}", file=sys.stderr)
     if args.out is not None:
         make_folder(args.out)
         written: list[tuple[Path, str]] = []

@@ -1,15 +1,17 @@
 """A class's answers as one CSV: a row a student, a column a question, as Google Forms and Microsoft Forms export them.
 
 A question's column is headed by its id or its text; a cell holds an option's text or a letter. Letters are those of the
-quiz's own order, or of the row's `seed`. A row without any answer is that of a student who was absent.
+row's `seed`; of the quiz's own order, which is said, where there is no such column. A row without any answer is that of
+a student who was absent.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from csvfile import Record, Table, read_table
 from lessons import UnknownLesson
-from quizzes.bank import STAGES, Bank, Quiz, plain
+from quizzes.bank import LETTERS, STAGES, Bank, Quiz, plain
 from quizzes.sheet import Sheet, other_version
 from shapes import shown
 
@@ -34,7 +36,8 @@ def read_class(path: Path, bank: Bank, lesson: str | None, stages: tuple[str, ..
     quiz = _quiz(table, columns, bank, lesson)
     questions = _question_columns(table, columns, quiz, stages)
     student = _student_column(table, columns)
-    sheets = []
+    seeded = _has_seeds(table, columns)
+    sheets, letters = [], False
     for row in table.filled():
         cells = {name: row.value(columns.index(name)) for name in OWN_HEADINGS if name in columns}
         _check_row(table, row, cells, quiz, bank)
@@ -45,13 +48,26 @@ def read_class(path: Path, bank: Bank, lesson: str | None, stages: tuple[str, ..
         for position, name in questions.items():
             try:
                 sheet.answers[name] = quiz.by_id[name].position(row.value(position), sheet.seed)
+                letters |= row.value(position).upper() in (*LETTERS,)
             except ValueError as error:
                 raise table.fault(row.line, f"column {position + 1}: {error}") from error
         sheet.absent = all(answer is None for answer in sheet.answers.values())
+        if seeded and not sheet.seed and not sheet.absent:
+            raise table.fault(row.line, "the seed is empty, and not in other rows: in which order were options shown?")
         sheets.append(sheet)
     if not sheets:
         raise table.fault(table.heading.line, "no row follows the heading")
+    if letters and not seeded:
+        print(f"course: {path}: no row has a seed; its letters are those of the quiz's own order", file=sys.stderr)
     return sheets
+
+
+def _has_seeds(table: Table, columns: list[str]) -> bool:
+    """Whether rows say under which seed options were shown. A table that was written for forms must."""
+    if "quiz" in columns and "seed" not in columns:
+        what = "a column quiz, and no column seed: in which order were options shown?"
+        raise table.fault(table.heading.line, what)
+    return "seed" in columns and any(row.value(columns.index("seed")) for row in table.filled())
 
 
 def _quiz(table: Table, columns: list[str], bank: Bank, lesson: str | None) -> Quiz:

@@ -341,6 +341,17 @@ class TestTry(Learner):
         self.rings.unlink()
         self.assertIn("rings.py is missing", self.tried(code=1))
 
+    def test_folders_and_links_in_place_of_modules(self):
+        self.start()
+        (self.rings.parent / "extra.py").mkdir()
+        self.solve(0, "return ring[1:] + ring[:1]")
+        self.assertIn("1 of 1 exercise passed", self.tried("turn", code=0))
+        for make in (self.rings.mkdir, lambda: self.rings.symlink_to("/nowhere/at/all")):
+            self.rings.unlink(missing_ok=True)
+            make()
+            self.assertIn(f"{self.rings.relative_to(self.work)} is missing", self.tried(code=1))
+            self.rings.rmdir() if self.rings.is_dir() else self.rings.unlink()
+
     def test_nothing_is_left_in_the_folder(self):
         self.start()
         self.solve(0, "open('litter', 'w').close(); return ring")

@@ -69,6 +69,14 @@ class TestClassCsv(QuizCase):
         heading = ["student", "lesson", "quiz", "seed", *self.columns("id")]
         rows = [[f"s{n}", "01", self.quiz.sha256, f"1#s{n}", *self.letters(f"1#s{n}", n).values()] for n in range(4)]
         self.assertEqual(self.points(self.csv(heading, *rows)), [(f"s{n}", 6 - n) for n in range(4)])
+        rows[2][3] = ""
+        path = self.file("c.csv", self.csv(heading, *rows))
+        self.refused("c.csv:4: the seed is empty, and not in other rows", "grade-quiz", path)
+        path.write_text(self.csv(*([*row[:3], *row[4:]] for row in (heading, *rows))))
+        self.refused("c.csv:1: a column quiz, and no column seed", "grade-quiz", path)
+        path.write_text(self.csv(*([row[0], *row[4:]] for row in (heading, *rows))))
+        _, err = self.course("grade-quiz", path, "--lesson", "1")
+        self.assertEqual(err, f"course: {path}: no row has a seed; its letters are those of the quiz's own order\n")
 
     def test_a_missing_column_is_a_fault(self):
         ids, right = self.columns("id"), list(self.letters(None).values())
@@ -156,9 +164,9 @@ class TestClassCsv(QuizCase):
             ),
             (
                 "c.csv:3: answers to another version",
-                ["student", "lesson", "quiz", *ids],
-                ["s1", "1", sha, *right],
-                ["s2", "1", "0" * 64, *right],
+                ["student", "lesson", "quiz", "seed", *ids],
+                ["s1", "1", sha, "", *right],
+                ["s2", "1", "0" * 64, "", *right],
             ),
             (
                 "c.csv:1: the columns must hold the questions of one lesson, by id or text; found: 01-wheels and",

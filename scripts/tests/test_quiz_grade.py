@@ -197,7 +197,10 @@ class TestGradeQuiz(QuizCase):
         self.file("in/notes.txt", "x")
         self.file("in/__MACOSX/._s1.json", b"\0\5")
         _, err = self.course("grade-quiz", folder, folder, folder / "s1.json")  # given twice is no second sheet
-        self.assertIn("2 left aside", err)
+        self.assertIn("2 left aside, as no .json: ", err)
+        self.assertNotIn("class's .csv", err)
+        self.file("in/answers.csv", "x")
+        self.assertIn("(a class's .csv is read where it is named itself)", self.course("grade-quiz", folder)[1])
         self.file("in/sub/broken.json", "{")
         self.refused("broken.json:1: no valid JSON", "grade-quiz", folder)
 
