@@ -9,6 +9,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from grading.evidence import Cut, collect
 from grading.judge import Verdict
+from grading.report import _sentence
 from grading_course import RIGHT, RINGS, WRONG, Grading
 
 
@@ -58,6 +59,13 @@ class TestEvidence(Grading):
         self.assertEqual(self.grade("--only", "s2"), 0, self.err)
         self.assertIn("\u00d6 \\udc80", self.text("out/s2/report.md"))
         self.assertIn("\u00d6 \udc80", self.report("s2")["exercises"][0]["evidence"]["observed"])
+
+
+class TestSentence(unittest.TestCase):
+    def test_names_of_code_and_files_keep_their_first_letter(self):
+        for text in ("barrier_only is no function here", "rings.py was not handed in", "take is no function here"):
+            self.assertEqual(_sentence(text), text)
+        self.assertEqual(_sentence("still as in the starter"), "Still as in the starter")
 
 
 class TestCollect(unittest.TestCase):
