@@ -43,13 +43,19 @@ def _attributes_set(node: ast.ClassDef) -> set[str]:
 
 
 def changed(node: ast.stmt) -> Iterator[str]:
-    """The names whose values a statement changes: TABLE in `TABLE["a"] = 1` and in `TABLE.update(more)`."""
+    """The names whose values a statement may change: TABLE in `TABLE["a"] = 1`, `TABLE.update(more)`, `fill(TABLE)`.
+
+    Of a bare call the function, too: `fill()` changes what it fills.
+    """
     if isinstance(node, Function | ast.ClassDef):
         return
     for item in ast.walk(node):
         stored = isinstance(item, ast.Subscript | ast.Attribute) and not isinstance(item.ctx, ast.Load)
         called = isinstance(item, ast.Expr) and isinstance(item.value, ast.Call)
         root = item.value.func if called else item if stored else None
+        if called and getattr(root, "id", "") != "print":
+            given = [*item.value.args, *(each.value for each in item.value.keywords)]
+            yield from (each.id for each in (root, *given) if isinstance(each, ast.Name))
         while isinstance(root, ast.Subscript | ast.Attribute):
             root = root.value
             if isinstance(root, ast.Name):

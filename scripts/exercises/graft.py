@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from exercises.additions import changed, free
 from exercises.source import (
+    Function,
     GraftError,
     Source,
     bound_names,
@@ -166,6 +167,7 @@ class _Company:
         anchor = _head(ours)
         places = {name: at for at, node in enumerate(ours) for name in bound_names(node)}
         first = {name: at for at, node in reversed(list(enumerate(ours))) for name in bound_names(node)}
+        latest = _latest(first, theirs, taken)
         for at, node in enumerate(theirs):
             if at in taken:
                 shared = [first[name] for name in bound_names(node) if name in first]
@@ -173,6 +175,7 @@ class _Company:
                 place = _head(ours) if early or _is_future(node) else anchor
                 if shared and not isinstance(node, ast.Import | ast.ImportFrom):
                     place = min(place, *shared)  # what both define: the pristine one comes later, and wins
+                place = min([place, *(latest[name] for name in bound_names(node) if name in latest)])
                 texts.setdefault(place, []).append(self._text(taken[at], theirs[at], ours))
             else:
                 anchor = max((places[name] + 1 for name in bound_names(node) if name in places), default=anchor)
@@ -200,6 +203,48 @@ def _bodies(
     for node in statements(ours):
         if isinstance(node, ast.ClassDef) and node.name in classes:
             yield from _bodies(node.body, classes[node.name].body, node)
+
+
+def _latest(first: dict[str, int], theirs: Body, taken: dict[int, ast.stmt]) -> dict[str, int]:
+    """{new name: the pristine statement before which it has to stand}: what a decorator, say, or a default reads.
+
+    The learner may have moved the function; the pristine module has it where it was. `first`: the pristine places.
+    """
+    latest: dict[str, int] = {}
+    for at, node in enumerate(theirs):
+        place = min((first[name] for name in bound_names(node) if name in first), default=None)
+        if at not in taken and place is not None:
+            latest.update({name: min(place, latest.get(name, place)) for name in _read_at_once(node)})
+    for _ in taken:  # what these read themselves stands before them, too, and so on
+        for node in taken.values():
+            read = _names_read(node)
+            for place in [latest[name] for name in bound_names(node) if name in latest]:
+                late = not isinstance(node, Function) and any(first.get(name, -1) >= place for name in read)
+                if late:  # it needs what stands there: earlier it would fail
+                    for name in bound_names(node):
+                        latest.pop(name, None)
+                else:
+                    latest.update({name: min(place, latest.get(name, place)) for name in read})
+    return latest
+
+
+def _read_at_once(node: ast.stmt) -> set[str]:
+    """The names that a definition reads when it is made, and not when it is called."""
+    if isinstance(node, ast.ClassDef):
+        now = [*node.bases, *(each.value for each in node.keywords), *node.decorator_list]
+        return set().union(*map(_names_read, now), *map(_read_at_once, node.body))
+    if not isinstance(node, Function):
+        return set()
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+    now = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+    now += [each.annotation for each in filter(None, arguments) if each.annotation] + [node.returns] * bool(
+        node.returns
+    )
+    return set().union(*map(_names_read, now))
+
+
+def _names_read(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
 
 
 def _same(node: ast.stmt, body: Body) -> bool:

@@ -12,6 +12,8 @@ from functools import lru_cache
 from faults import UserError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DEEPEST, LARGEST = 300, 14_000  # levels; bits of a number
+PARTS = ("body", "handlers", "orelse", "finalbody", "cases")  # of a statement, in which others stand
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _STARTS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")} - {None}
 _ENDS = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")} - {None}
@@ -45,6 +47,8 @@ def decode(data: bytes) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise GraftError(f"byte {error.start} is not {error.encoding}: save the file as UTF-8", line) from None
+    except (LookupError, ValueError) as error:  # of codecs that are for no text, as hex
+        raise GraftError(f"no Python source: {error}; save the file as UTF-8", 1) from None
     if "\0" in text:
         raise GraftError("not Python: it holds a NUL character", text.count("\n", 0, text.index("\0")) + 1)
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
@@ -67,6 +71,7 @@ class Source:
             raise GraftError(f"not Python: {error.msg}", error.lineno) from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise GraftError(f"not Python: {error or type(error).__name__}") from None
+        _check_size(self.tree)
 
     def offset(self, line: int, column: int) -> int:
         """Where ast's (line, column in UTF-8 bytes) is in the text."""
@@ -116,6 +121,20 @@ class Source:
         return "".join(lines)
 
 
+def _check_size(tree: ast.AST) -> None:
+    """GraftError for what Python's own tools cannot write: they recurse, and write no number of thousands of digits."""
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        for node in level:
+            line = getattr(node, "lineno", None)
+            if depth > DEEPEST:
+                raise GraftError(f"expressions or blocks are nested more than {DEEPEST} deep", line)
+            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > LARGEST:
+                raise GraftError(f"a number of more than {LARGEST} bits", line)
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+
+
 @lru_cache(maxsize=128)
 def parse(text: str) -> Source:
     """The Source of a text, made once; nobody changes its tree."""
@@ -134,7 +153,7 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
         if isinstance(node, Function | ast.ClassDef) or is_main_guard(node):
             continue
-        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for part in PARTS:
             for inner in getattr(node, part, []):
                 yield from statements([inner] if isinstance(inner, ast.stmt) else inner.body)
 
@@ -183,7 +202,9 @@ def bound_names(node: ast.stmt) -> set[str]:
     inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler)]
     inner += [item for case in getattr(node, "cases", []) for item in case.body]
     names = [child for child in _own_nodes(node) if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load)]
-    return {name.id for name in names}.union(*(bound_names(child) for child in inner))
+    patterns = [item for case in getattr(node, "cases", []) for item in ast.walk(case.pattern)]
+    matched = {getattr(item, "name", None) or getattr(item, "rest", None) for item in patterns} - {None}
+    return matched.union((name.id for name in names), *(bound_names(child) for child in inner))
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:

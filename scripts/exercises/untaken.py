@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from exercises.additions import changed, free
-from exercises.source import Function, Source, bound_names, definition, is_main_guard, parse, statements
+from exercises.source import PARTS, Function, Source, bound_names, definition, is_main_guard, parse, statements
 from exercises.surgery import GraftError, is_stub
+
+_IMPORT = "\0import "
 
 
 def changes(pristine: str, text: str) -> list[str]:
@@ -25,7 +27,8 @@ def changes(pristine: str, text: str) -> list[str]:
     for name, what in theirs.items():
         prefix, _, last = name.rpartition(".")
         if name in ours:
-            replaced = what != ours[name]
+            both = (what.split(_IMPORT), ours[name].split(_IMPORT))  # of imports one way in common is enough
+            replaced = what != ours[name] and not set(both[0][1:]) & set(both[1][1:])
         else:
             replaced = prefix in owners and not free(here, owners[prefix], [last])
         if replaced and not _is_stub(text, name):
@@ -65,17 +68,26 @@ def _defined(text: str) -> dict[str, str]:
                 todo.append((f"{prefix}{node.name}.", node.body))
                 head = [ast.dump(each) for each in (*node.bases, *node.keywords, *node.decorator_list)]
                 found[f"{prefix}{node.name}"] = " ".join(head)
-            elif not isinstance(node, ast.Import | ast.ImportFrom):
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                for item in node.names:
+                    name = f"{prefix}{item.asname or item.name.partition('.')[0]}"
+                    what = item.name if item.asname or isinstance(node, ast.ImportFrom) else item.name.partition(".")[0]
+                    found[name] = f"{found.get(name, '')}{_IMPORT}{getattr(node, 'module', '')}.{what}"
+            else:
                 for name in bound_names(node):
                     found[f"{prefix}{name}"] = found.get(f"{prefix}{name}", "") + _dump(node)
     return found
 
 
 def _dump(node: ast.stmt) -> str:
-    """What a statement says, without its docstring."""
-    if isinstance(node, Function) and ast.get_docstring(node, clean=False) is not None:
+    """What a statement says, without its docstring; of `if`, `try` and the like the head: what is in them follows."""
+    if isinstance(node, Function):
+        if ast.get_docstring(node, clean=False) is not None:
+            node = copy.copy(node)
+            node.body = node.body[1:]
+    elif hasattr(node, "body") or hasattr(node, "cases"):
         node = copy.copy(node)
-        node.body = node.body[1:]
+        vars(node).update({part: [] for part in PARTS if hasattr(node, part)})
     return ast.dump(node)
 
 

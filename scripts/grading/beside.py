@@ -5,7 +5,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
 from exercises.folder import imported
-from exercises.source import GraftError, parse
+from exercises.source import GraftError, decode, parse
 from grading.layout import Layout
 from grading.platforms import Handed
 
@@ -28,8 +28,15 @@ def modules_beside(handed: Handed, path: str, text: str, layout: Layout) -> dict
                 mine = inside == folder / f"{name}.py" or inside.is_relative_to(folder / name)
                 if mine and inside.suffix == ".py" and file not in found.values():
                     found[inside.relative_to(folder).with_suffix("").as_posix()] = file
-                    todo.append(data.decode(errors="replace"))
+                    todo.append(_text(data))
     return found
+
+
+def _text(data: bytes) -> str:
+    try:
+        return decode(data)
+    except GraftError:
+        return ""  # whoever takes the file says so
 
 
 def _new(text: str, layout: Layout) -> set[str]:

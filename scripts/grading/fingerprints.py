@@ -48,7 +48,7 @@ def tokens(source: str) -> list[Token]:
             elif token.type == tokenize.STRING or "STRING" in tokenize.tok_name[token.type]:
                 text = "s"
             found.append(Token(text, token.start[0]))
-    except (tokenize.TokenError, SyntaxError):
+    except (tokenize.TokenError, SyntaxError, SystemError):  # the last is Python 3.12's answer to a NUL
         pass
     return found
 

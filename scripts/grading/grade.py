@@ -78,13 +78,13 @@ def grade(judge: Judge, exercises: list[Exercise], work: Work) -> list[Result]:
             continue
         try:
             results.append(grade_exercise(judge, exercise, work))
-        except (UserError, Stopped, OSError):
+        except (Stopped, OSError):
             raise
         except Exception as error:  # the class is graded all the same
             results.append(Result(exercise.id, "error", None, exercise.points, _own_fault(error)))
     try:
         _judge_circles(judge, results, work)
-    except (UserError, Stopped, OSError):
+    except (Stopped, OSError):
         raise
     except Exception as error:
         for result in results:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from exercises.graft import with_new
-from exercises.untaken import changes
+from exercises.graft import graft_all, with_new
+from exercises.untaken import _defined, changes
 from grading_course import EXERCISES, RIGHT, RINGS, Grading
 from lessons import Course
 
@@ -126,6 +126,53 @@ class TestTexts(unittest.TestCase):
         self.assertEqual(with_new(text, MINE), text)
         self.assertEqual(with_new(LESSON, LESSON), LESSON)
 
+    def grafted(self, ours: str, theirs: str, *names: str) -> dict:
+        """What the module defines with all that is new, and these functions."""
+        found: dict = {"__name__": "m"}
+        text = graft_all(with_new(ours, theirs), theirs, list(names))
+        self.assertEqual(with_new(text, theirs), text)
+        exec(text, found)
+        return found
+
+    def test_a_call_that_fills_what_is_new_comes_along(self):
+        ours = "def f(x):\n    return x\n"
+        for fill, call in (("def fill():\n    T.append(5)", "fill()"), ("def fill(t):\n    t.append(5)", "fill(t=T)")):
+            theirs = f"T = []\n\n\n{fill}\n\n\n{call}\n\n\ndef f(x):\n    return T[x]\n"
+            self.assertEqual(self.grafted(ours, theirs, "f")["f"](0), 5)
+        theirs = "def shout():\n    print('x')\n\n\nprint(shout)\nf(3)\n\n\ndef f(x):\n    return x\n"
+        self.assertNotIn("print(shout)", with_new(ours, theirs))
+        self.assertEqual(changes(ours, theirs), ["line 6"])
+
+    def test_what_a_moved_function_reads_when_it_is_defined_stands_before_it(self):
+        ours = "def f(x):\n    return x\n\n\ndef g(x):\n    return x\n"
+        head = "def g(x):\n    return x\n\n\nA = 1\nN = A + 2\n\n\n"
+        self.assertEqual(self.grafted(ours, f"{head}def f(x=N):\n    return x\n", "f")["f"](), 3)
+        deco = "def deco(h):\n    return lambda x: h(x) + plus\n\n\n@deco\ndef f(x: N):\n    return x\n"
+        self.assertEqual(self.grafted(ours, f"{head}plus = N\n\n\n{deco}", "f")["f"](1), 4)
+        late = "def g(x):\n    return x\n\n\nN = g(3)\n\n\ndef f(x=N):\n    return x\n"
+        self.assertIn("\n\n\ndef g(x):\n    return x\nN = g(3)\n", with_new(ours, late))  # before g it would fail
+        ours = "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 2\n"
+        theirs = (
+            "class A:\n    def g(self):\n        return 2\n\n    N = 3\n\n    def f(self, n=N):\n        return n\n"
+        )
+        self.assertEqual(self.grafted(ours, theirs, "A.f")["A"]().f(), 3)
+
+    def test_a_name_that_the_lesson_imports_is_named_when_it_means_something_else(self):
+        ours = "import os, math\nfrom math import sin as wave\n\n\ndef f(x):\n    return wave(x)\n"
+        self.assertEqual(changes(ours, ours.replace("sin", "cos")), ["wave"])
+        self.assertEqual(changes(ours, f"{ours}\n\ndef math():\n    pass\n"), ["math"])
+        self.assertEqual(changes(ours, f"import os.path\nfrom math import pi\n{ours}"), [])
+
+    def test_a_long_ladder_of_elif_is_read_in_a_time_that_fits(self):
+        rungs = [f"elif x == {n}:\n    n{n} = 1\n" for n in range(100)]
+        text = f"x = 5\n{''.join(rungs)[2:]}"
+        self.assertEqual(changes("x = 5\n", text), [])
+        self.assertLess(sum(map(len, _defined(text).values())), 2_000_000)
+
+    def test_names_of_patterns(self):
+        theirs = "match [1, 2, 3]:\n    case [first, *rest]:\n        pass\n\n\ndef f(x):\n    return first, rest\n"
+        self.assertEqual(self.grafted("def f(x):\n    return x\n", theirs, "f")["f"](0), (1, [2, 3]))
+
     def test_what_was_changed_is_named(self):
         expected = ["SIZE", "max", "helper", "Part.__init__", "Part.__repr__", "Part.send", "Part.a"]
         line = MINE[: MINE.index("Base.send = None")].count("\n") + 1
@@ -168,6 +215,18 @@ class TestGrades(Grading):
         found = self.graded_as(rings=text.replace(RIGHT, "return Gear.cut(ring, steps)"), gears=gears)
         self.assertEqual(found, ["correct", "correct"])
         self.assertIn("s1/code/gears.py", self.report("s1")["files"]["looked_at"])
+
+    def test_a_module_with_a_byte_order_mark_that_imports_another(self):
+        self.put("in/s1/code/mine.py", "\ufefffrom cutter import cut\n")
+        self.put("in/s1/code/cutter.py", "def cut(ring, n):\n    return ring[n:] + ring[:n]\n")
+        text = f"import mine\n{RINGS.replace(RIGHT, 'return mine.cut(ring, steps)')}"
+        self.assertEqual(self.graded_as(rings=text), ["correct", "correct"])
+
+    def test_what_pythons_own_tools_cannot_write_is_blocked(self):
+        for line in ("N = " + "1 + " * 1200 + "1", f"N = 0x{'f' * 4000}", "# coding: hex", "# coding: punycode"):
+            text = f"{line}\n{RINGS}".replace(RIGHT, "return 0")
+            self.assertEqual(self.graded_as(rings=text), ["blocked", "blocked"], line[:20])
+            self.assertEqual(self.report("s1")["exercises"][0]["evidence"]["line"], 1, line[:20])
 
     def test_a_module_of_ones_own_that_calls_a_new_helper_of_the_lessons(self):
         self.put("in/s1/code/mine.py", "def around(ring, n):\n    import rings\n\n    return rings.cut(ring, n)\n")
