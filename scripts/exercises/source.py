@@ -166,7 +166,7 @@ def is_main_guard(node: ast.stmt) -> bool:
 def definition(source: Source, qualname: str) -> tuple[list[ast.ClassDef], ast.FunctionDef | ast.AsyncFunctionDef]:
     """The classes around `Class.method` and the function itself: the last of that name, as when the module runs.
 
-    Of a property that is its getter. GraftError if there is none.
+    Of a property that is its getter. GraftError if there is none, or if it depends on a condition which one it is.
     """
     *outer, name = qualname.split(".")
     body, classes = source.tree.body, []
@@ -181,10 +181,22 @@ def definition(source: Source, qualname: str) -> tuple[list[ast.ClassDef], ast.F
     others = [node for node in statements(body) if isinstance(node, ast.ClassDef) or not hasattr(node, "body")]
     others = [node for node in others if name in bound_names(node) and not isinstance(node, Function)]
     if functions and not any(node.lineno > functions[-1].lineno for node in others):
+        for node in statements(body):
+            if sum(any(each in functions for each in statements(part)) for part in _branches(node)) > 1:
+                raise GraftError(f"{qualname} is defined in two branches of a statement: keep one", node.lineno)
         return classes, functions[-1]
     if others:
         raise GraftError(f"{qualname} is no function here: it must be defined with def", others[-1].lineno)
     raise GraftError(f"there is no function {qualname}", classes[-1].lineno if classes else None)
+
+
+def _branches(node: ast.stmt) -> list[list[ast.stmt]]:
+    """The bodies of a statement of which not all run."""
+    if isinstance(node, ast.If):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.Try):
+        return [node.body + node.orelse, *(handler.body for handler in node.handlers)]
+    return [case.body for case in getattr(node, "cases", [])]
 
 
 def _is_accessor(node: ast.stmt) -> bool:

@@ -132,6 +132,6 @@ def _place(evidence: Evidence, frames: list[tuple[str, int]], cuts: list[Cut], f
 
 
 def _around(text: str, line: int) -> list[tuple[int, str]]:
-    lines = text.splitlines()
+    lines = text.split("\n")  # as Python counts them: a form feed ends none
     first, last = max(1, line - AROUND), min(len(lines), line + AROUND)
     return [(number, lines[number - 1][:200]) for number in range(first, last + 1)]

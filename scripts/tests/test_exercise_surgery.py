@@ -108,6 +108,8 @@ class TestFind(unittest.TestCase):
             ("SCALE", LESSON, "line 5: SCALE is no function"),
             ("f", "def f(): pass\nf = 3\n", "line 2: f is no function"),
             ("f", "def f(:\n", "line 1: not Python"),
+            ("f", "x = 1\nif x:\n    def f(): 1\nelse:\n    def f(): 2\n", "line 2: f is defined in two branches"),
+            ("f", "try:\n    def f(): 1\nexcept OSError:\n    def f(): 2\n", "line 1: f is defined in two branches"),
             ("f", "x = '\0'\n", "not Python"),
         ]:
             with self.subTest(qualname), self.assertRaisesRegex(GraftError, expected):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from grading.evidence import Cut, collect
+from grading.evidence import Cut, _around, collect
 from grading.judge import Verdict
 from grading.report import _sentence
 from grading_course import RIGHT, RINGS, WRONG, Grading
@@ -59,6 +59,11 @@ class TestEvidence(Grading):
         self.assertEqual(self.grade("--only", "s2"), 0, self.err)
         self.assertIn("\u00d6 \\udc80", self.text("out/s2/report.md"))
         self.assertIn("\u00d6 \udc80", self.report("s2")["exercises"][0]["evidence"]["observed"])
+
+
+class TestLines(unittest.TestCase):
+    def test_lines_are_counted_as_python_does(self):
+        self.assertEqual(_around("a = 1\n\fb = '\x85\u2028'\nc = 3", 3)[-1], (3, "c = 3"))
 
 
 class TestSentence(unittest.TestCase):
