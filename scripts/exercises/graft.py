@@ -236,11 +236,9 @@ def _read_at_once(node: ast.stmt) -> set[str]:
     if not isinstance(node, Function):
         return set()
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-    now = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
-    now += [each.annotation for each in filter(None, arguments) if each.annotation] + [node.returns] * bool(
-        node.returns
-    )
-    return set().union(*map(_names_read, now))
+    now = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults, node.returns]
+    now += [each.annotation for each in filter(None, arguments)]
+    return set().union(*map(_names_read, filter(None, now)))
 
 
 def _names_read(node: ast.AST) -> set[str]:

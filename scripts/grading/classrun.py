@@ -20,7 +20,7 @@ from grading.overrides import Override
 from grading.submissions import Class, Work
 from inputs import json_text, make_folder, write_output
 
-FORMAT = 5
+FORMAT = 6  # another one, and --resume keeps no earlier report
 Tell = Callable[[dict[str, Any], bool], None]
 
 
