@@ -61,8 +61,8 @@ def with_new(pristine: str, submitted: str) -> str:
     """`pristine` with everything of `submitted` that is new: functions, classes, values, imports, methods, attributes.
 
     Nothing that the pristine text has is replaced; `untaken.changes` names what was left out for that. A statement is
-    taken for what it binds, or for what is new that it changes, as `TABLE.append(1)` and `fill(TABLE)` do; one that does
-    neither is not. GraftError if `submitted` is not Python.
+    taken for what it binds, or for what is new that it changes, as `TABLE.append(1)` and `fill(TABLE)` do; another is
+    not. GraftError if `submitted` is not Python.
     """
     here, there = parse(pristine), parse(_one_kind_of_newline(submitted))
     result = _inserted(pristine, _Company(here, there).edits())
