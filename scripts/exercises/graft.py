@@ -15,6 +15,7 @@ from exercises.source import (
     decode,
     definition,
     first_line,
+    has_parts,
     is_main_guard,
     parse,
     statements,
@@ -188,7 +189,7 @@ class _Company:
         indent = self.here.indent(first_line(ours[0]))
         if part is not whole:
             return f"{indent}{ast.unparse(part)}\n"
-        if hasattr(whole, "body"):
+        if has_parts(whole):
             return "\n" + _line_end(self.there.moved(self.there.span(whole), indent))
         start = self.there.offset(whole.lineno, whole.col_offset)
         end = self.there.offset(whole.end_lineno, whole.end_col_offset)

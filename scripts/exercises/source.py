@@ -80,7 +80,7 @@ class Source:
     def span(self, node: ast.stmt) -> Span:
         """A statement's lines, its decorators and the comments at the end of its body included."""
         first, last = first_line(node), node.end_lineno
-        after = range(last + 1, len(self.lines) + 1) if hasattr(node, "body") else ()
+        after = range(last + 1, len(self.lines) + 1) if has_parts(node) else ()
         for number in after:
             line = self.lines[number - 1].strip()
             if line.startswith("#") and len(self.indent(number)) > len(self.indent(first)):
@@ -158,6 +158,11 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements([inner] if isinstance(inner, ast.stmt) else inner.body)
 
 
+def has_parts(node: ast.stmt) -> bool:
+    """Whether other statements stand in it."""
+    return any(hasattr(node, part) for part in PARTS)
+
+
 def is_main_guard(node: ast.stmt) -> bool:
     """Whether this is `if __name__ == "__main__":`."""
     return isinstance(node, ast.If) and any(getattr(name, "id", "") == "__name__" for name in ast.walk(node.test))
@@ -178,7 +183,7 @@ def definition(source: Source, qualname: str) -> tuple[list[ast.ClassDef], ast.F
         body = found[-1].body
     functions = [node for node in statements(body) if isinstance(node, Function) and node.name == name]
     functions = [node for node in functions if not _is_accessor(node)]
-    others = [node for node in statements(body) if isinstance(node, ast.ClassDef) or not hasattr(node, "body")]
+    others = [node for node in statements(body) if isinstance(node, ast.ClassDef) or not has_parts(node)]
     others = [node for node in others if name in bound_names(node) and not isinstance(node, Function)]
     if functions and not any(node.lineno > functions[-1].lineno for node in others):
         for node in statements(body):

@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from exercises.additions import changed, free
-from exercises.source import PARTS, Function, Source, bound_names, definition, is_main_guard, parse, statements
+from exercises.source import (
+    PARTS,
+    Function,
+    Source,
+    bound_names,
+    definition,
+    has_parts,
+    is_main_guard,
+    parse,
+    statements,
+)
 from exercises.surgery import GraftError, is_stub
 
 _IMPORT = "\0import "
@@ -85,7 +95,7 @@ def _dump(node: ast.stmt) -> str:
         if ast.get_docstring(node, clean=False) is not None:
             node = copy.copy(node)
             node.body = node.body[1:]
-    elif hasattr(node, "body") or hasattr(node, "cases"):
+    elif has_parts(node):
         node = copy.copy(node)
         vars(node).update({part: [] for part in PARTS if hasattr(node, part)})
     return ast.dump(node)

@@ -172,6 +172,9 @@ class TestTexts(unittest.TestCase):
     def test_names_of_patterns(self):
         theirs = "match [1, 2, 3]:\n    case [first, *rest]:\n        pass\n\n\ndef f(x):\n    return first, rest\n"
         self.assertEqual(self.grafted("def f(x):\n    return x\n", theirs, "f")["f"](0), (1, [2, 3]))
+        ours = "class A:\n    def f(self):\n        return 1\n"
+        theirs = "class A:\n\tmatch 3:\n\t\tcase more:\n\t\t\tless = 2\n\n\tdef f(self):\n\t\treturn self.less\n"
+        self.assertEqual(self.grafted(ours, theirs, "A.f")["A"]().f(), 2)  # with tabs
 
     def test_what_was_changed_is_named(self):
         expected = ["SIZE", "max", "helper", "Part.__init__", "Part.__repr__", "Part.send", "Part.a"]
