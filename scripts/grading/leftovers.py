@@ -37,8 +37,8 @@ def _names() -> list[str]:
 def _in_use() -> set[int]:
     """The inodes of files that a process has open or mapped.
 
-    Their names would not do: a semaphore is mapped first, and gets its name then. Open files come first: a file is mapped
-    and then closed, not the other way round.
+    Their names would not do: a semaphore is mapped first, and gets its name then. Open files come first: a file is
+    mapped and then closed, not the other way round.
     """
     found: set[int] = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
