@@ -117,7 +117,9 @@ def exercise_md(item: dict[str, Any], report: dict[str, Any]) -> list[str]:
 
 def _sentence(text: str) -> str:
     """With a capital first, unless a name of code or of a file comes first."""
-    return text if re.match(r"\S+\.py\b|\w*[_.]\w|\w+ is no function", text) else text[:1].upper() + text[1:]
+    return (
+        text if re.match(r"\S+\.py\b|\w*[_.]\w|\w+ is (?:no function|defined) ", text) else text[:1].upper() + text[1:]
+    )
 
 
 def _code(text: object) -> str:
